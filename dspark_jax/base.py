@@ -1,0 +1,137 @@
+"""Records that travel between stages, and the callables stages are built from.
+
+Axes, one letter each, everywhere: B batch, T context tokens, S cache slots, A anchors, K block
+positions, C candidates, V vocabulary, D width, F feature width, R head rank.
+
+Positions and slots: slot s of a cache belongs to the s-th token of a row; its rotary position is
+s + offset, where the offset is 0 unless the caller's prompt skips positions.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import chex
+from jaxtyping import Array, Bool, Float, Int, Key
+
+Params = Any  # a pytree of arrays
+Cache = Any  # a pytree of arrays, indexed by slot on one axis
+
+
+@chex.dataclass(frozen=True)
+class Batch:
+    """Conversations for training.
+
+    Attributes:
+      tokens: ids, padded with zeros on the right.
+      loss_mask: True on tokens the target itself wrote (answers and their end-of-turn).
+    """
+
+    tokens: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+
+
+@chex.dataclass(frozen=True)
+class Blocks:
+    """Training blocks cut behind sampled anchors.
+
+    Attributes:
+      anchors: index of each block's last known token, ascending; 0 for dummies.
+      valid: False for dummy blocks.
+      prevs: the token before each predicted one (teacher forcing).
+      labels: the token each position predicts.
+      counted: True where the label is supervised and all labels before it are.
+    """
+
+    anchors: Int[Array, "B A"]
+    valid: Bool[Array, "B A"]
+    prevs: Int[Array, "B A K"]
+    labels: Int[Array, "B A K"]
+    counted: Bool[Array, "B A K"]
+
+
+@chex.dataclass(frozen=True)
+class Draft:
+    """Tokens a drafter proposes behind the anchor.
+
+    Attributes:
+      tokens: the proposal, in order.
+      probs: the law each token was drawn from; None when each is certain (greedy).
+    """
+
+    tokens: Int[Array, "B K"]
+    probs: Float[Array, "B K V"] | None
+
+
+@chex.dataclass(frozen=True)
+class Verdict:
+    """What the target says about a draft.
+
+    Attributes:
+      accepted: draft tokens that stand, counted from the left.
+      bonus: the target's token behind them.
+    """
+
+    accepted: Int[Array, "B"]
+    bonus: Int[Array, "B"]
+
+
+Choose = Callable[..., tuple[Int[Array, "B"], Any]]  # (logits, slot keys) -> token, its law
+Transition = Callable[..., tuple[Any, Array]]  # (state, prev, x) -> state, bias
+
+
+class TargetFunctions(Protocol):
+    """A target as plain functions. Implementations are hashable: they are static under jit."""
+
+    def init_cache(self, params: Params, batch: int, slots: int) -> Cache:
+        """An empty cache."""
+        ...
+
+    def states(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        slots: Int[Array, "B"],
+        offsets: Int[Array, "B"],
+    ) -> tuple[Array, Array, Cache]:
+        """Runs tokens at slots[b], slots[b]+1, ...: hidden [B T ...], features [B T F], cache."""
+        ...
+
+    def logits(self, params: Params, hidden: Array) -> Float[Array, "... V"]:
+        """Next-token logits of hidden states."""
+        ...
+
+
+class Proposer(Protocol):
+    """A source of drafts as plain functions; hashable, as above."""
+
+    block_size: int
+
+    def init_cache(self, params: Params, batch: int, slots: int) -> Cache:
+        """An empty context cache."""
+        ...
+
+    def extend(
+        self,
+        params: Params,
+        features: Array,
+        cache: Cache,
+        slots: Int[Array, "B"],
+        offsets: Int[Array, "B"],
+    ) -> Cache:
+        """Writes the context features of tokens at slots[b], slots[b]+1, ... ."""
+        ...
+
+    def draft(
+        self,
+        params: Params,
+        lent: Params,
+        anchors: Int[Array, "B"],
+        cache: Cache,
+        slots: Int[Array, "B"],
+        offsets: Int[Array, "B"],
+        choose: Choose,
+        keys: Key[Array, "B K"],
+    ) -> Draft:
+        """Proposes the block behind anchors at slots[b]; context is every slot before it."""
+        ...

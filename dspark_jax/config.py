@@ -1,0 +1,207 @@
+"""Every choice a user can make, as frozen dataclasses: hashable, hence static under `jax.jit`."""
+
+import dataclasses
+import math
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: how the angle of each frequency pair grows with the position."""
+
+    theta: float  # base of the geometric series of frequencies
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"  # how frequencies are stretched
+    factor: float = 1.0  # stretch of the context length
+    original_length: int = 0  # context length before stretching (llama3, yarn)
+    low_frequency: float = 1.0  # llama3: wavelengths longer than original/low are stretched fully
+    high_frequency: float = 4.0  # llama3: wavelengths shorter than original/high are kept
+    beta_fast: float = 32.0  # yarn: rotations within the original length above which to keep
+    beta_slow: float = 1.0  # yarn: rotations below which to stretch fully
+    attention_factor: float = 1.0  # multiplies cosine and sine (yarn)
+    partial: float = 1.0  # fraction of the head's dimensions that rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Routed experts of a mixture-of-experts MLP (Qwen3-MoE)."""
+
+    num_experts: int  # experts a layer
+    top_k: int  # experts a token
+    mlp_width: int  # hidden width of one expert
+    normalise: bool = True  # chosen routing weights sum to one
+    layers: tuple[int, ...] = ()  # indices of the layers that are sparse
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Shape and numerics of one decoder layer, shared by targets and backbones."""
+
+    width: int  # D, the residual stream
+    mlp_width: int  # hidden width of the gated MLP
+    heads: int  # query heads
+    kv_heads: int  # key/value heads; each serves heads / kv_heads query heads
+    head_dim: int  # width of a head
+    rotary: Rotary  # position embedding of full-attention layers
+    norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gated MLP
+    qkv_bias: bool = False  # biases on the q, k, v projections
+    out_bias: bool = False  # bias on the attention output projection
+    mlp_bias: bool = False  # biases in the MLP
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
+    norm_offset: bool = False  # norm weights are stored as w - 1 (Gemma2, Gemma3)
+    sandwich_norms: bool = False  # norm after attention and MLP too (Gemma)
+    attention_scale: float | None = None  # of q.k; None = head_dim ** -0.5
+    attention_softcap: float | None = None  # c * tanh(scores / c)
+
+    @property
+    def scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A target: the frozen language model whose output is reproduced."""
+
+    family: str  # Hugging Face model_type it was read from
+    vocab_size: int  # V, rows of the embedding, padding rows included
+    num_layers: int  # decoder layers
+    geometry: Geometry  # of every layer
+    max_length: int  # positions the model may see
+    windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
+    sliding_rotary: Rotary | None = None  # rotary of sliding layers, None = the same (Gemma3)
+    experts: Experts | None = None  # routed experts, None = dense MLPs
+    tied: bool = True  # lm head is the embedding
+    embedding_scale: float | None = None  # multiplies embeddings (Gemma: sqrt(D))
+    logit_softcap: float | None = None  # c * tanh(logits / c)
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, the current one included; None = full attention."""
+        return self.windows[layer] if self.windows else None
+
+    def rotary(self, layer: int) -> Rotary:
+        """Rotary embedding of a layer."""
+        sliding = self.window(layer) is not None and self.sliding_rotary is not None
+        return self.sliding_rotary if sliding else self.geometry.rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Markov:
+    """First-order head: logits_t(b | a) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>."""
+
+    rank: int = 256  # R, width of the two tables
+    gate: Literal["vanilla"] = "vanilla"  # g: vanilla = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence:
+    """Confidence head: the probability that a position will be accepted."""
+
+    with_markov: bool = True  # also sees the Markov row of the previous token
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A drafter: block-parallel backbone, correction head, confidence head."""
+
+    geometry: Geometry  # of every backbone layer; width is the target's
+    vocab_size: int  # V of the target
+    num_layers: int  # backbone layers
+    block_size: int  # K, drafted tokens a round
+    target_layer_ids: tuple[int, ...]  # tapped target layers (raw outputs; -1 = embeddings)
+    mask_token: int  # id that fills the block behind the anchor
+    predict_from_anchor: bool  # True: K inputs, slot k predicts anchor+1+k; False: K+1 inputs
+    head: Markov | None = None  # correction head, None = DFlash
+    confidence: Confidence | None = None  # confidence head, None = none
+    feature_scales: tuple[float, ...] = ()  # fixed factor on each tap before fc; () = ones
+    embedding_scale: float | None = None  # multiplies the lent embedding
+    logit_softcap: float | None = None  # of the base logits, before the head's bias
+
+    @property
+    def num_inputs(self) -> int:
+        """Rows a block feeds to the backbone."""
+        return self.block_size if self.predict_from_anchor else self.block_size + 1
+
+    @property
+    def feature_width(self) -> int:
+        """F, width of the concatenated taps."""
+        return len(self.target_layer_ids) * self.geometry.width
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterRecipe:
+    """What a user chooses about a new drafter; the rest follows from the target."""
+
+    num_layers: int = 5  # backbone layers
+    block_size: int = 7  # K, drafted tokens a round
+    mask_token: int | None = None  # required: a reserved row of the target's embedding
+    target_layer_ids: tuple[int, ...] = ()  # () = five layers, evenly spread
+    predict_from_anchor: bool = True  # DSpark layout; False = z-lab DFlash
+    head: Markov | None = Markov()  # correction head
+    confidence: Confidence | None = Confidence()  # confidence head
+    start: Literal["random", "target_last"] = "random"  # initial backbone layers
+    scale_features: bool = False  # measure each tap and bring it to unit mean square
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Weights of the DSpark loss (DSpark paper, section 3)."""
+
+    cross_entropy: float = 0.1  # against the data's next token
+    l1: float = 0.9  # sum over the vocabulary of |draft - target| probabilities
+    confidence: float = 1.0  # binary cross entropy against 1 - l1 / 2
+    decay: float = 4.0  # position k weighs exp(-k / decay); 0 = no decay
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW, linear warm-up, cosine to zero."""
+
+    learning_rate: float = 6e-4  # peak
+    warmup: float = 0.04  # fraction of the steps
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.999  # decay of the second moment
+    eps: float = 1e-8  # in the denominator
+    weight_decay: float = 0.0  # decoupled
+    clip_norm: float = 1.0  # global norm of the gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    data: str  # conversations answered by the target, JSON lines
+    workdir: str  # checkpoints, metrics and the resolved config go here
+    target: str = "smollm2"  # name or folder
+    drafter: DrafterRecipe = DrafterRecipe()  # what to train
+    losses: Losses = Losses()  # what to minimise
+    optimizer: Optimizer = Optimizer()  # how
+    steps: int = 1000  # optimizer steps
+    batch_size: int = 8  # conversations a step
+    num_anchors: int = 512  # A, blocks a conversation
+    anchor_chunk: int = 64  # anchors whose logits exist at once
+    max_length: int = 4096  # tokens a conversation, cut on the right
+    length_multiple: int = 128  # batches are padded to a multiple of this
+    min_supervised: int = 14  # supervised tokens below which a conversation is dropped
+    seed: int = 42  # of initial weights, shuffling and anchors
+    log_every: int = 10  # steps between two lines of metrics
+    save_every: int = 500  # steps between two checkpoints
+    keep: int = 2  # checkpoints kept
+
+    def __post_init__(self):
+        for field in ("steps", "batch_size", "num_anchors", "anchor_chunk", "max_length",
+                      "length_multiple", "log_every", "save_every", "keep"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
+        if self.num_anchors % min(self.anchor_chunk, self.num_anchors):
+            raise ValueError(f"anchor_chunk = {self.anchor_chunk} must divide "
+                             f"num_anchors = {self.num_anchors}")
+
+
+def spread_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
+    """Evenly spread tapped layers from the second to the third last (DeepSpec's rule)."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
+    if num_taps == 1 or first == last:
+        return (last,)
+    step = (last - first) / (num_taps - 1)
+    return tuple(dict.fromkeys(math.floor(first + i * step + 0.5) for i in range(num_taps)))

@@ -1,0 +1,122 @@
+"""Conversations the target has answered -> batches; shuffled each epoch, resumable anywhere."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import chex
+import grain
+import numpy as np
+
+from dspark_jax.base import Batch
+
+Render = Callable[[list[dict]], tuple[list[int], list[int]]]
+
+
+@chex.dataclass(frozen=True)
+class Conversation:
+    """One training sample.
+
+    Attributes:
+      tokens: ids of the whole conversation.
+      loss_mask: True where the target wrote the token.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+
+@chex.dataclass(frozen=True)
+class Corpus:
+    """Conversations that can be trained on, and how many could not.
+
+    Attributes:
+      conversations: kept samples.
+      dropped: samples with too few supervised tokens, or none that can be an anchor.
+    """
+
+    conversations: list[Conversation]
+    dropped: int
+
+
+def read(
+    path: Path, render: Render | None, vocab_size: int, max_length: int, min_supervised: int
+) -> Corpus:
+    """Reads JSON lines of answered conversations.
+
+    A line gives `tokens` and `reply_start` (index of the first answer token), or `messages`,
+    which `render` turns into tokens and a mask.
+
+    Raises:
+      ValueError: a line is malformed, names ids outside the vocabulary, or nothing is left.
+    """
+    if not path.exists():
+        raise ValueError(f"data = {path}: no such file")
+    kept, dropped = [], 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            conversation = _conversation(json.loads(line), render, vocab_size)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        conversation = conversation.replace(
+            tokens=conversation.tokens[:max_length],
+            loss_mask=conversation.loss_mask[:max_length],
+        )
+        if _trainable(conversation.loss_mask, min_supervised):
+            kept.append(conversation)
+        else:
+            dropped += 1
+    if not kept:
+        raise ValueError(
+            f"{path}: none of {dropped} conversations has {min_supervised} supervised tokens "
+            "and two in a row; lower min_supervised or check the answers"
+        )
+    return Corpus(conversations=kept, dropped=dropped)
+
+
+def _trainable(mask: np.ndarray, min_supervised: int) -> bool:
+    return mask.sum() >= min_supervised and bool((mask[1:] & mask[:-1]).any())
+
+
+def _conversation(row: dict, render: Render | None, vocab_size: int) -> Conversation:
+    if "tokens" in row and "reply_start" in row:
+        tokens = np.asarray(row["tokens"], np.int32)
+        mask = np.arange(len(tokens)) >= row["reply_start"]
+    elif "messages" in row and render is not None:
+        tokens, mask = (np.asarray(x) for x in render(row["messages"]))
+        tokens, mask = tokens.astype(np.int32), mask.astype(bool)
+    else:
+        raise ValueError("has neither `tokens` with `reply_start` nor `messages`")
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError("`tokens` must be a non-empty list of ids")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"token ids {tokens.min()}..{tokens.max()} are outside the target's 0..{vocab_size - 1}"
+        )
+    return Conversation(tokens=tokens, loss_mask=mask)
+
+
+def collate(conversations: Sequence[Conversation], multiple: int) -> Batch:
+    """Pads with zeros on the right to the next multiple, so that few shapes are compiled."""
+    longest = max(len(c.tokens) for c in conversations)
+    length = -(-longest // multiple) * multiple
+
+    def pad(field: str) -> np.ndarray:
+        rows = (getattr(c, field) for c in conversations)
+        return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
+
+    return Batch(tokens=pad("tokens"), loss_mask=pad("loss_mask"))
+
+
+def batches(
+    conversations: Sequence[Conversation], batch_size: int, multiple: int, seed: int
+) -> grain.DatasetIterator[Batch]:
+    """Endless batches in an order that depends on the seed and the epoch alone.
+
+    The iterator's `get_state` and `set_state` name the position exactly.
+    """
+    dataset = grain.MapDataset.source(conversations).seed(seed).shuffle().repeat()
+    grouped = dataset.batch(batch_size, drop_remainder=True, batch_fn=lambda rows: collate(rows, multiple))
+    return iter(grouped.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

@@ -1,0 +1,28 @@
+"""AdamW with a linear warm-up and a cosine to zero."""
+
+import optax
+
+from dspark_jax.config import Optimizer
+
+
+def schedule(config: Optimizer, steps: int) -> optax.Schedule:
+    """Peak * (t + 1) / w during w warm-up steps, then half a cosine (DeepSpec's closed form)."""
+    warmup = max(int(config.warmup * steps), 1)
+    peak = config.learning_rate
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    fall = optax.cosine_decay_schedule(peak, max(steps - warmup, 1))
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def build(config: Optimizer, steps: int) -> optax.GradientTransformation:
+    """The chain: clip by global norm, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        ),
+    )

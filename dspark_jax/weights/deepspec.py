@@ -1,0 +1,96 @@
+"""DeepSpec's DSpark checkpoints: flat fields, architecture `Qwen3DSparkModel`, anchor-first.
+
+They ship copies of the target's embedding and lm head, which we lend instead: `read` returns them
+beside the drafter, so that the caller can compare them with the target's.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dspark_jax.config import Confidence, DrafterConfig, Geometry, Markov
+from dspark_jax.nn.drafter import Drafter, Lent
+from dspark_jax.weights.targets import rotaries
+from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json
+
+ARCHITECTURES = ("Qwen3DSparkModel",)
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_RENAMED = (
+    (r"^backbone\.", ""),
+    (r"^heads\.head\.w([12])$", r"markov_head.markov_w\1.weight"),
+    (r"^heads\.confidence_head\.", "confidence_head."),
+)
+
+
+def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
+    """Reads DeepSpec's config.json."""
+    architecture = (hf.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
+        )
+    rank, confident = _field(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
+    gate = hf.get("markov_head_type", "vanilla")
+    if rank < 0:
+        raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
+    if rank and gate != "vanilla":
+        raise CheckpointError(f"markov_head_type = {gate!r}: supported is vanilla")
+    with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
+    return DrafterConfig(
+        geometry=_geometry(hf),
+        vocab_size=_field(hf, "vocab_size"),
+        num_layers=_field(hf, "num_hidden_layers"),
+        block_size=_field(hf, "block_size"),
+        target_layer_ids=tuple(_field(hf, "target_layer_ids")),
+        mask_token=_field(hf, "mask_token_id"),
+        predict_from_anchor=True,
+        head=Markov(rank=rank) if rank else None,
+        confidence=Confidence(with_markov=with_markov) if confident else None,
+    )
+
+
+def _field(hf: Mapping[str, Any], name: str) -> Any:
+    if hf.get(name) is None:
+        raise CheckpointError(f"config.json has no `{name}`")
+    return hf[name]
+
+
+def _geometry(hf: Mapping[str, Any]) -> Geometry:
+    return Geometry(
+        width=_field(hf, "hidden_size"),
+        mlp_width=_field(hf, "intermediate_size"),
+        heads=_field(hf, "num_attention_heads"),
+        kv_heads=_field(hf, "num_key_value_heads"),
+        head_dim=_field(hf, "head_dim"),
+        rotary=rotaries(hf)[0],
+        norm_eps=_field(hf, "rms_norm_eps"),
+        qk_norm=True,
+    )
+
+
+def name(path: str) -> str:
+    """DeepSpec's name of one of our parameter paths."""
+    for pattern, replacement in _RENAMED:
+        path = re.sub(pattern, replacement, path)
+    return path
+
+
+def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
+    """A DeepSpec drafter, and the embedding and lm head it ships."""
+    config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
+    absent = [n for n in (_EMBEDDING, _HEAD) if n not in tensors]
+    if absent:
+        raise CheckpointError(f"{folder}: missing tensors: {', '.join(absent)}")
+    lent = Lent(
+        embedding=jnp.asarray(tensors.pop(_EMBEDDING), dtype),
+        head=jnp.asarray(tensors.pop(_HEAD), dtype),
+    )
+    drafter = fill(
+        lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype
+    )
+    return drafter, lent

@@ -1,0 +1,74 @@
+"""Our own drafter format: config.json, model.safetensors and a card (README.md).
+
+Embedding and lm head are the target's and are not stored.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors.flax import save_file
+
+from dspark_jax.config import DrafterConfig
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.weights.tensors import CheckpointError, fill, paths, read_folder, read_json
+
+FORMAT = "dspark_jax"
+
+
+def save(folder: Path, drafter: Drafter, dtype: DTypeLike, card: str) -> None:
+    """Writes a drafter; the folder is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {path: jnp.asarray(value, dtype) for path, value in paths(drafter).items()}
+    save_file(jax.device_get(tensors), folder / "model.safetensors")
+    config = {"format": FORMAT, **dataclasses.asdict(drafter.config)}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def load(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:
+    """Reads a drafter written by `save`."""
+    fields = read_json(folder / "config.json")
+    if fields.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{folder}/config.json: format is not {FORMAT!r}")
+    config = from_dict(DrafterConfig, fields, "config.json")
+    return fill(
+        lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype),
+        read_folder(folder),
+        lambda path: path,
+        dtype,
+    )
+
+
+def from_dict(kind: type, fields: Any, where: str) -> Any:
+    """A frozen dataclass from plain JSON values; unknown and missing fields are errors."""
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where}: expected an object for {kind.__name__}, got {fields!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(fields) - set(hints))
+    if unknown:
+        raise CheckpointError(f"{where}: unknown fields {', '.join(unknown)}")
+    values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in fields.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option):
+            return from_dict(option, value, where)
+        if typing.get_origin(option) is tuple and isinstance(value, list):
+            return tuple(value)
+    return value

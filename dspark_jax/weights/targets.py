@@ -1,0 +1,227 @@
+"""Hugging Face targets: config.json -> TargetConfig, tensor names -> parameters."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dspark_jax.config import Experts, Geometry, Rotary, TargetConfig
+from dspark_jax.nn.target import Target
+from dspark_jax.weights import gguf
+from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ROTARY_NAMES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_GEMMA_NORMS = {
+    "attention_norm": "post_attention_layernorm",
+    "mlp_input_norm": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def load(path: Path, dtype: DTypeLike = jnp.float32) -> Target:
+    """A target from a Hugging Face folder or a GGUF file."""
+    if path.suffix == ".gguf":
+        config, tensors, _ = gguf.read(path)
+    elif path.is_dir():
+        config, tensors = read_json(path / "config.json"), read_folder(path)
+    else:
+        raise CheckpointError(f"{path}: neither a folder with config.json nor a .gguf file")
+    return build(config, tensors, dtype)
+
+
+def build(
+    hf: Mapping[str, Any],
+    tensors: Mapping[str, jax.Array | np.ndarray],
+    dtype: DTypeLike = jnp.float32,
+) -> Target:
+    """A target from a Hugging Face config and its tensors."""
+    config = target_config(hf)
+    prefix = "language_model." if any(n.startswith("language_model.") for n in tensors) else ""
+    if prefix:  # a multimodal checkpoint: its other towers are not ours to run
+        tensors = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+    ignored = [prefix + "lm_head.weight"] if config.tied else []
+    return fill(
+        lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype),
+        tensors,
+        lambda path: _name(path, config, prefix),
+        dtype,
+        ignored,
+    )
+
+
+def _name(path: str, config: TargetConfig, prefix: str) -> str | list[str]:
+    """Published name of one of our parameter paths."""
+    if path == "lm_head":
+        return prefix + "lm_head.weight"
+    if path == "embed_tokens":
+        return prefix + "model.embed_tokens.weight"
+    norms = _GEMMA_NORMS if config.geometry.sandwich_norms else {
+        "mlp_input_norm": "post_attention_layernorm"
+    }
+    name = re.sub(r"\b(attention_norm|mlp_input_norm|mlp_norm)\b", lambda m: norms[m[0]], path)
+    stacked = re.fullmatch(r"(.*\.mlp)\.(gate_proj|up_proj|down_proj)", name)
+    if stacked:
+        return [
+            f"{prefix}model.{stacked[1]}.experts.{e}.{stacked[2]}.weight"
+            for e in range(config.experts.num_experts)
+        ]
+    return f"{prefix}model.{name}"
+
+
+def target_config(hf: Mapping[str, Any]) -> TargetConfig:
+    """Reads config.json; what is not understood is refused, never guessed."""
+    if "text_config" in hf:
+        hf = {**hf["text_config"], "model_type": hf["text_config"].get("model_type")}
+    family = hf.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"model_type = {family!r}: supported are {', '.join(FAMILIES)}")
+    if "quantization_config" in hf:
+        raise CheckpointError("quantization_config is present: dequantise the target first")
+    gemma, layers = family.startswith("gemma"), _field(hf, "num_hidden_layers")
+    full, sliding = rotaries(hf)
+    width = _field(hf, "hidden_size")
+    return TargetConfig(
+        family=family,
+        vocab_size=_field(hf, "vocab_size"),
+        num_layers=layers,
+        geometry=_geometry(hf, family, full),
+        max_length=_field(hf, "max_position_embeddings"),
+        windows=_windows(hf, family, layers),
+        sliding_rotary=sliding,
+        experts=_experts(hf, layers) if family == "qwen3_moe" else None,
+        tied=bool(hf.get("tie_word_embeddings", gemma)),
+        embedding_scale=width**0.5 if gemma else None,
+        logit_softcap=hf.get("final_logit_softcapping") if gemma else None,
+    )
+
+
+def _field(hf: Mapping[str, Any], name: str) -> Any:
+    if hf.get(name) is None:
+        raise CheckpointError(f"config.json has no `{name}`")
+    return hf[name]
+
+
+def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
+    gemma = family.startswith("gemma")
+    width, heads = _field(hf, "hidden_size"), _field(hf, "num_attention_heads")
+    act = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if act not in _ACTIVATIONS:
+        raise CheckpointError(f"hidden_act = {act!r}: supported are {', '.join(_ACTIVATIONS)}")
+    bias = bool(hf.get("attention_bias", False))
+    query_scale = hf.get("query_pre_attn_scalar") if gemma else None
+    return Geometry(
+        width=width,
+        mlp_width=_field(hf, "intermediate_size"),
+        heads=heads,
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or width // heads,
+        rotary=rotary,
+        norm_eps=_field(hf, "rms_norm_eps"),
+        activation=_ACTIVATIONS[act],
+        qkv_bias=bias or family == "qwen2",
+        out_bias=bias and family != "qwen2",
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        norm_offset=gemma,
+        sandwich_norms=gemma,
+        attention_scale=None if query_scale is None else query_scale**-0.5,
+        attention_softcap=hf.get("attn_logit_softcapping") if gemma else None,
+    )
+
+
+def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
+    """Rotary of full and of sliding layers, from nested `rope_parameters` or the flat fields."""
+    nested = hf.get("rope_parameters") or {}
+    if "full_attention" in nested:
+        full = rotary(nested["full_attention"], hf)
+        sliding = nested.get("sliding_attention")
+        return full, None if sliding is None else rotary(sliding, hf)
+    legacy = hf.get("rope_scaling") or {}
+    full = rotary({**legacy, "rope_theta": hf.get("rope_theta"), **nested}, hf)
+    local = hf.get("rope_local_base_freq")
+    return full, None if local is None else Rotary(theta=local)
+
+
+def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
+    """One rotary embedding from Hugging Face's fields; theta must be given."""
+    theta = fields.get("rope_theta")
+    if theta is None:
+        raise CheckpointError("config.json gives no rope_theta, flat or in rope_parameters")
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in _ROTARY_NAMES:
+        raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
+    partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if kind == "default":
+        return Rotary(theta=theta, partial=partial)
+    factor = fields["factor"]
+    return Rotary(
+        theta=theta,
+        scaling=_ROTARY_NAMES[kind],
+        factor=factor,
+        original_length=fields.get("original_max_position_embeddings")
+        or _field(hf, "max_position_embeddings"),
+        low_frequency=fields.get("low_freq_factor", 1.0),
+        high_frequency=fields.get("high_freq_factor", 4.0),
+        beta_fast=fields.get("beta_fast") or 32.0,
+        beta_slow=fields.get("beta_slow") or 1.0,
+        attention_factor=_attention_factor(fields, factor) if kind == "yarn" else 1.0,
+        partial=partial,
+    )
+
+
+def _attention_factor(fields: Mapping[str, Any], factor: float) -> float:
+    """YaRN's factor on cosine and sine: 0.1 ln(factor) + 1 unless given (Peng et al., eq. 22)."""
+    if fields.get("attention_factor") is not None:
+        return fields["attention_factor"]
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * float(np.log(factor)) + 1.0
+
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        return mscale(fields["mscale"]) / mscale(fields["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer; () when every layer sees everything."""
+    window = hf.get("sliding_window")
+    if window is None or (family.startswith("qwen") and not hf.get("use_sliding_window")):
+        return ()
+    types = hf.get("layer_types") or _default_layer_types(hf, family, layers)
+    if len(types) != layers:
+        raise CheckpointError(f"layer_types has {len(types)} entries for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _default_layer_types(hf: Mapping[str, Any], family: str, layers: int) -> list[str]:
+    """Which layers slide where config.json does not list them."""
+    match family:
+        case "gemma2":
+            full = [bool(i % 2) for i in range(layers)]
+        case "gemma3_text":
+            every = hf.get("sliding_window_pattern", 6)
+            full = [(i + 1) % every == 0 for i in range(layers)]
+        case "qwen2" | "qwen3" | "qwen3_moe":
+            full = [i < hf.get("max_window_layers", layers) for i in range(layers)]
+        case _:
+            full = [False] * layers
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
+
+
+def _experts(hf: Mapping[str, Any], layers: int) -> Experts:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    return Experts(
+        num_experts=hf.get("num_experts") or _field(hf, "num_local_experts"),
+        top_k=_field(hf, "num_experts_per_tok"),
+        mlp_width=_field(hf, "moe_intermediate_size"),
+        normalise=bool(hf.get("norm_topk_prob", False)),
+        layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
+    )

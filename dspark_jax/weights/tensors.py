@@ -1,0 +1,119 @@
+"""Named tensors <-> a module's parameters: every tensor is consumed exactly once, or it is said."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+Module = TypeVar("Module", bound=nnx.Module)
+Names = Callable[[str], str | Sequence[str]]  # our path -> their name, or the names it stacks
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it claims to be."""
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_folder(folder: Path) -> dict[str, jax.Array]:
+    """Every tensor of a folder: model.safetensors, or the files its index names."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return read_file(folder / "model.safetensors")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: has no `weight_map` object")
+    files = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in files if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index}: names files outside the folder: {outside}")
+    tensors = {}
+    for name in files:
+        tensors |= read_file(folder / name)
+    absent = sorted(set(weight_map) - set(tensors))
+    if absent:
+        raise CheckpointError(f"{index}: lists tensors its files do not hold: {absent[:8]}")
+    return tensors
+
+
+def read_file(path: Path) -> dict[str, jax.Array]:
+    """Every tensor of one safetensors file."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
+    try:
+        with safe_open(path, framework="flax") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def paths(module: nnx.Module) -> dict[str, jax.Array]:
+    """Parameters of a module by dotted path."""
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {".".join(map(str, path)): variable[...] for path, variable in flat}
+
+
+def fill(
+    build: Callable[[], Module],
+    tensors: Mapping[str, jax.Array | np.ndarray],
+    names: Names,
+    dtype: DTypeLike,
+    ignored: Sequence[str] = (),
+) -> Module:
+    """A module whose parameters are the named tensors.
+
+    Args:
+      build: constructs the module; only traced.
+      tensors: by their published names.
+      names: published name of a parameter path, or the names stacked on a new first axis.
+      dtype: of the parameters.
+      ignored: published names that may be present and are not used.
+
+    Raises:
+      CheckpointError: tensors missing, unclaimed or misshapen, all listed at once.
+    """
+    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    missing, misshapen, claimed, filled = [], [], set(ignored), []
+    for path, variable in nnx.to_flat_state(abstract):
+        wanted = names(".".join(map(str, path)))
+        parts = [wanted] if isinstance(wanted, str) else list(wanted)
+        claimed.update(parts)
+        if absent := [name for name in parts if name not in tensors]:
+            missing += absent
+            continue
+        value = tensors[wanted] if isinstance(wanted, str) else np.stack(
+            [np.asarray(tensors[name]) for name in parts]
+        )
+        if value.shape != variable.shape:
+            misshapen.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")
+        filled.append((path, variable.replace(jnp.asarray(value, dtype))))
+    complaints = [
+        f"{what}: {', '.join(sorted(names)[:12])}"
+        for what, names in (
+            ("missing tensors", missing),
+            ("unclaimed tensors", set(tensors) - claimed),
+            ("misshapen tensors", misshapen),
+        )
+        if names
+    ]
+    if complaints:
+        raise CheckpointError("; ".join(complaints))
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
