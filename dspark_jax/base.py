@@ -3,17 +3,19 @@
 Axes, one letter each, everywhere: B batch, T context tokens, S cache slots, A anchors, K block
 positions, C candidates, V vocabulary, D width, F feature width, R head rank.
 
-Positions and slots: slot s of a cache belongs to the s-th token of a row; its rotary position is
-s + offset, where the offset is 0 unless the caller's prompt skips positions.
+Slots and positions: slot s of a cache belongs to the s-th token of a row; its rotary position is
+s too, unless the caller's prompt skips positions.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import chex
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 Params = Any  # a pytree of arrays
+HostArray = Array | np.ndarray  # batches are made on the host
 Cache = Any  # a pytree of arrays, indexed by slot on one axis
 
 
@@ -24,10 +26,14 @@ class Batch:
     Attributes:
       tokens: ids, padded with zeros on the right.
       loss_mask: True on tokens the target itself wrote (answers and their end-of-turn).
+      features: the target's context features, None = not computed yet.
+      hidden: the target's final-normed hidden states, None likewise.
     """
 
-    tokens: Int[Array, "B T"]
-    loss_mask: Bool[Array, "B T"]
+    tokens: Int[HostArray, "B T"]
+    loss_mask: Bool[HostArray, "B T"]
+    features: Float[HostArray, "B T F"] | None = None
+    hidden: Float[HostArray, "B T D"] | None = None
 
 
 @chex.dataclass(frozen=True)
@@ -92,13 +98,17 @@ class TargetFunctions(Protocol):
         tokens: Int[Array, "B T"],
         cache: Cache,
         slots: Int[Array, "B"],
-        offsets: Int[Array, "B"],
+        positions: Int[Array, "B T"],
     ) -> tuple[Array, Array, Cache]:
         """Runs tokens at slots[b], slots[b]+1, ...: hidden [B T ...], features [B T F], cache."""
         ...
 
     def logits(self, params: Params, hidden: Array) -> Float[Array, "... V"]:
         """Next-token logits of hidden states."""
+        ...
+
+    def lend(self, params: Params) -> Params:
+        """What the proposer borrows: embedding and lm head."""
         ...
 
 
@@ -117,7 +127,7 @@ class Proposer(Protocol):
         features: Array,
         cache: Cache,
         slots: Int[Array, "B"],
-        offsets: Int[Array, "B"],
+        positions: Int[Array, "B T"],
     ) -> Cache:
         """Writes the context features of tokens at slots[b], slots[b]+1, ... ."""
         ...
@@ -129,7 +139,7 @@ class Proposer(Protocol):
         anchors: Int[Array, "B"],
         cache: Cache,
         slots: Int[Array, "B"],
-        offsets: Int[Array, "B"],
+        positions: Int[Array, "B"],
         choose: Choose,
         keys: Key[Array, "B K"],
     ) -> Draft:

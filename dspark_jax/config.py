@@ -183,6 +183,7 @@ class TrainConfig:
     max_length: int = 4096  # tokens a conversation, cut on the right
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
+    max_cache_bytes: int = 0  # keep the target's features on disk; 0 = compute them in the step
     seed: int = 42  # of initial weights, shuffling and anchors
     log_every: int = 10  # steps between two lines of metrics
     save_every: int = 500  # steps between two checkpoints

@@ -60,11 +60,14 @@ class Heads(nnx.Module):
         rows = self.head.rows(prev) if self.config.confidence.with_markov else None
         return self.confidence_head(hidden, rows)
 
-    def transition(self) -> tuple[tuple[()], Transition]:
-        """The head's initial state and transition, as `walk` and `follow` take them."""
+    def transition(self, vocabulary: int | None = None) -> tuple[tuple[()], Transition]:
+        """The head's initial state and transition, as `walk` and `follow` take them.
+
+        A head whose tables have padding rows beyond the target's `vocabulary` never drafts them.
+        """
         if self.head is None:
             return (), lambda state, prev, hidden: (state, jnp.zeros((), jnp.float32))
-        return (), lambda state, prev, hidden: (state, self.head.bias(prev, hidden))
+        return (), lambda state, prev, hidden: (state, self.head.bias(prev, hidden)[:, :vocabulary])
 
 
 class Drafter(nnx.Module):

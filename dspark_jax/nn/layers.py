@@ -148,6 +148,16 @@ def masked_softmax(
     return weights / jnp.where(total > 0, total, 1.0)
 
 
+def write_slots(
+    cache: Float[Array, "B kv_heads S head_dim"],
+    rows: Float[Array, "B T kv_heads head_dim"],
+    slots: Int[Array, "B T"],
+) -> Float[Array, "B kv_heads S head_dim"]:
+    """Writes one row a slot; slots outside the cache are dropped, never wrapped or clamped."""
+    batch = jnp.arange(cache.shape[0])[:, None]
+    return cache.at[batch, :, slots].set(rows.astype(cache.dtype), mode="drop")
+
+
 class Attention(nnx.Module):
     """Projections of grouped-query attention; what attends to what is the caller's."""
 

@@ -14,20 +14,11 @@ from dspark_jax.nn.layers import (
     normal,
     project,
     softcap,
+    write_slots,
 )
 from dspark_jax.nn.moe import MixtureOfExperts
 
 LayerCache = tuple[Float[Array, "B kv_heads S head_dim"], Float[Array, "B kv_heads S head_dim"]]
-
-
-def write_slots(
-    cache: Float[Array, "B kv_heads S head_dim"],
-    rows: Float[Array, "B T kv_heads head_dim"],
-    slots: Int[Array, "B T"],
-) -> Float[Array, "B kv_heads S head_dim"]:
-    """Writes one row a slot; slots outside the cache are dropped, never wrapped or clamped."""
-    batch = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[batch, :, slots].set(rows.astype(cache.dtype), mode="drop")
 
 
 def attend(
@@ -145,7 +136,7 @@ class Target(nnx.Module):
         target_layer_ids: tuple[int, ...] = (),
         cache: tuple[LayerCache, ...] | None = None,
         slots: Int[Array, "B"] | None = None,
-        offsets: Int[Array, "B"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], tuple[LayerCache, ...] | None]:
         """Runs tokens at slots[b], slots[b] + 1, ... behind what the cache holds.
 
@@ -154,14 +145,14 @@ class Target(nnx.Module):
           target_layer_ids: layers whose raw outputs become the context features, -1 = embeddings.
           cache: keys and values of earlier slots; None = the tokens are the whole context.
           slots: first slot of each row, 0 by default.
-          offsets: rotary position minus slot, 0 by default.
+          positions: rotary positions, the slots by default.
 
         Returns:
           Final-normed hidden states, concatenated context features, the written cache.
         """
         zeros = jnp.zeros((tokens.shape[0],), jnp.int32)
         slots = (zeros if slots is None else slots)[:, None] + jnp.arange(tokens.shape[1])
-        positions = slots + (zeros if offsets is None else offsets)[:, None]
+        positions = slots if positions is None else positions
         x = self.embed(tokens)
         taps = {-1: x}
         written = []

@@ -20,10 +20,14 @@ class Conversation:
     Attributes:
       tokens: ids of the whole conversation.
       loss_mask: True where the target wrote the token.
+      features: the target's context features, None = not computed.
+      hidden: the target's final-normed hidden states, None = not computed.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    features: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 @chex.dataclass(frozen=True)
@@ -103,20 +107,45 @@ def collate(conversations: Sequence[Conversation], multiple: int) -> Batch:
     longest = max(len(c.tokens) for c in conversations)
     length = -(-longest // multiple) * multiple
 
-    def pad(field: str) -> np.ndarray:
-        rows = (getattr(c, field) for c in conversations)
-        return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
+    def stack(field: str) -> np.ndarray | None:
+        rows = [getattr(c, field) for c in conversations]
+        if rows[0] is None:
+            return None
+        return np.stack([_pad(row, length) for row in rows])
 
-    return Batch(tokens=pad("tokens"), loss_mask=pad("loss_mask"))
+    return Batch(
+        tokens=stack("tokens"),
+        loss_mask=stack("loss_mask"),
+        features=stack("features"),
+        hidden=stack("hidden"),
+    )
+
+
+def _pad(row: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(row, ((0, length - len(row)),) + ((0, 0),) * (row.ndim - 1))
 
 
 def batches(
-    conversations: Sequence[Conversation], batch_size: int, multiple: int, seed: int
+    conversations: Sequence[Conversation],
+    batch_size: int,
+    multiple: int,
+    seed: int,
+    attach: Callable[[int, Conversation], Conversation] = lambda index, conversation: conversation,
 ) -> grain.DatasetIterator[Batch]:
     """Endless batches in an order that depends on the seed and the epoch alone.
 
     The iterator's `get_state` and `set_state` name the position exactly.
+
+    Args:
+      conversations: the corpus.
+      batch_size: conversations a batch.
+      multiple: of the padded length.
+      seed: of the order.
+      attach: adds what is kept elsewhere to the conversation of an index.
     """
-    dataset = grain.MapDataset.source(conversations).seed(seed).shuffle().repeat()
-    grouped = dataset.batch(batch_size, drop_remainder=True, batch_fn=lambda rows: collate(rows, multiple))
+    order = grain.MapDataset.range(len(conversations)).seed(seed).shuffle().repeat()
+    samples = order.map(lambda index: attach(index, conversations[index]))
+    grouped = samples.batch(
+        batch_size, drop_remainder=True, batch_fn=lambda rows: collate(rows, multiple)
+    )
     return iter(grouped.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

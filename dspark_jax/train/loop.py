@@ -21,7 +21,7 @@ from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import data, initial, optimizer
+from dspark_jax.train import data, features, initial, optimizer
 from dspark_jax.train.losses import Tally
 from dspark_jax.train.step import TrainState, train_step
 
@@ -32,7 +32,7 @@ Report = Callable[[dict], None]
 def run(
     config: TrainConfig,
     target: Target,
-    conversations: data.Corpus,
+    corpus: data.Corpus,
     drafter_config: DrafterConfig,
     report: Report = lambda metrics: None,
 ) -> Drafter:
@@ -41,7 +41,7 @@ def run(
     Args:
       config: the run.
       target: the frozen model.
-      conversations: what it answered.
+      corpus: what it answered.
       drafter_config: what to build.
       report: called with each line of metrics.
 
@@ -51,8 +51,13 @@ def run(
     workdir = Path(config.workdir)
     _pin_config(workdir, config, drafter_config)
     graphdef, state, chain = start(config, target, drafter_config)
+    samples = corpus.conversations
     batches = data.batches(
-        conversations.conversations, config.batch_size, config.length_multiple, config.seed
+        samples,
+        config.batch_size,
+        config.length_multiple,
+        config.seed,
+        _attach(config, target, samples, drafter_config),
     )
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
@@ -72,21 +77,40 @@ def run(
     return nnx.merge(graphdef, state.params)
 
 
+def _attach(config: TrainConfig, target: Target, samples, drafter: DrafterConfig) -> Callable:
+    """How samples get the target's features: from disk, or not before the step."""
+    if not config.max_cache_bytes:
+        return lambda index, conversation: conversation
+    folder = Path(config.workdir) / "features"
+    ids = drafter.target_layer_ids
+    cache = features.build(target, samples, ids, folder, config.max_cache_bytes)
+
+    def attach(index: int, conversation: data.Conversation) -> data.Conversation:
+        known = cache.rows(index, len(conversation.tokens))
+        return conversation.replace(features=known[0], hidden=known[1])
+
+    return attach
+
+
 def start(
     config: TrainConfig, target: Target, drafter_config: DrafterConfig
 ) -> tuple[nnx.GraphDef, TrainState, optax.GradientTransformation]:
     """Initial state; only the drafter's parameters are in the optimizer."""
-    key_params, key_anchors = jax.random.split(jax.random.key(config.seed))
-    drafter = initial.drafter(drafter_config, key_params, target, config.drafter.start)
-    graphdef, params = nnx.split(drafter)
     chain = optimizer.build(config.optimizer, config.steps)
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        optimizer=chain.init(params),
-        key=key_anchors,
-    )
-    return graphdef, state, chain
+
+    def build(key, target):
+        key_params, key_anchors = jax.random.split(key)
+        drafter = initial.drafter(drafter_config, key_params, target, config.drafter.start)
+        params = nnx.state(drafter)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            optimizer=chain.init(params),
+            key=key_anchors,
+        )
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(drafter_config, rngs=nnx.Rngs(0))))
+    return graphdef, jax.jit(build)(jax.random.key(config.seed), target), chain
 
 
 def _steps(

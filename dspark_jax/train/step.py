@@ -49,9 +49,11 @@ class Knowledge:
     lent: Lent
 
 
-def ask(target: Target, tokens: Int[Array, "B T"], target_layer_ids: tuple[int, ...]) -> Knowledge:
-    """Runs the target over whole conversations, without gradient."""
-    hidden, features, _ = target(tokens, target_layer_ids)
+def ask(target: Target, batch: Batch, target_layer_ids: tuple[int, ...]) -> Knowledge:
+    """What the target says, without gradient; it runs unless the batch brings its features."""
+    features, hidden = batch.features, batch.hidden
+    if features is None:
+        hidden, features, _ = target(batch.tokens, target_layer_ids)
     lent = Lent(embedding=target.embed_tokens[...], head=target.head)
     return jax.lax.stop_gradient(Knowledge(features=features, hidden=hidden, lent=lent))
 
@@ -94,7 +96,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Samples anchors, forms the gradient, updates the parameters."""
     config = nnx.merge(graphdef, state.params).config
-    known = ask(target, batch.tokens, config.target_layer_ids)
+    known = ask(target, batch, config.target_layer_ids)
     key = jax.random.fold_in(state.key, state.step)
     blocks = anchors.cut(
         batch, *anchors.sample(key, batch.loss_mask, num_anchors), config.block_size

@@ -1,0 +1,110 @@
+"""Anchor + context -> Draft: a drafter, or no drafter, as plain functions (`base.Proposer`)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from dspark_jax.base import Cache, Choose, Draft, Params
+from dspark_jax.nn.backbone import Context
+from dspark_jax.nn.drafter import Drafter, Lent
+from dspark_jax.nn.layers import write_slots
+from dspark_jax.walk import Slots, walk
+
+
+@dataclasses.dataclass(frozen=True)
+class NoProposer:
+    """Plain decoding: nothing is drafted, each round commits the target's next token."""
+
+    block_size: int = 0
+
+    def init_cache(self, params: Params, batch: int, slots: int) -> Cache:
+        """Nothing to remember."""
+        return ()
+
+    def extend(self, params, features, cache, slots, positions) -> Cache:
+        """Nothing to remember."""
+        return cache
+
+    def draft(self, params, lent, anchors, cache, slots, positions, choose, keys) -> Draft:
+        """The empty draft."""
+        return Draft(tokens=jnp.zeros((anchors.shape[0], 0), jnp.int32), probs=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterProposer:
+    """A drafter; its parameters are arguments, its structure is static."""
+
+    graphdef: nnx.GraphDef
+    block_size: int
+
+    def init_cache(self, params: Params, batch: int, slots: int) -> tuple[Context, ...]:
+        """Empty keys and values of context features, one pair a layer."""
+        drafter = self._merge(params)
+        g = drafter.config.geometry
+        dtype = drafter.backbone.fc.weight[...].dtype
+        empty = jnp.zeros((batch, g.kv_heads, slots, g.head_dim), dtype)
+        return tuple((empty, empty) for _ in drafter.backbone.layers)
+
+    def extend(
+        self,
+        params: Params,
+        features: Float[Array, "B T F"],
+        cache: tuple[Context, ...],
+        slots: Int[Array, "B"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Context, ...]:
+        """Writes features of tokens at slots[b], slots[b] + 1, ...; block rows are never kept."""
+        where = slots[:, None] + jnp.arange(features.shape[1])
+        drafter = self._merge(params)
+        dtype = drafter.backbone.fc.weight[...].dtype
+        new = drafter.backbone.context(features.astype(dtype), positions)
+        return tuple(
+            tuple(
+                write_slots(old, jnp.swapaxes(rows, 1, 2), where)
+                for old, rows in zip(layer, layer_new, strict=True)
+            )
+            for layer, layer_new in zip(cache, new, strict=True)
+        )
+
+    def draft(
+        self,
+        params: Params,
+        lent: Lent,
+        anchors: Int[Array, "B"],
+        cache: tuple[Context, ...],
+        slots: Int[Array, "B"],
+        positions: Int[Array, "B"],
+        choose: Choose,
+        keys: Key[Array, "B K"],
+    ) -> Draft:
+        """One pass of the backbone, then the walk."""
+        drafter = self._merge(params)
+        visible = jnp.arange(cache[0][0].shape[2]) < slots[:, None, None]
+        hidden = drafter.hidden(
+            lent,
+            anchors[:, None],
+            positions[:, None],
+            cache,
+            visible,
+            jnp.ones((anchors.shape[0], 1), bool),
+        )[:, 0]
+        base = drafter.heads.base_logits(lent, hidden)
+        state, transition = drafter.heads.transition(vocabulary=base.shape[-1])
+        across = Slots(
+            logits=jnp.swapaxes(base, 0, 1), hidden=jnp.swapaxes(hidden, 0, 1), keys=keys.T
+        )
+        tokens, probs = walk(transition, choose, state, anchors, across)
+        return Draft(tokens=tokens.T, probs=None if probs is None else jnp.swapaxes(probs, 0, 1))
+
+    def _merge(self, params: Params) -> Drafter:
+        return nnx.merge(self.graphdef, params)
+
+
+def proposer(drafter: Drafter | None) -> tuple[DrafterProposer | NoProposer, Params]:
+    """The functions and parameters of a drafter; None = plain decoding."""
+    if drafter is None:
+        return NoProposer(), ()
+    graphdef, params = nnx.split(drafter)
+    return DrafterProposer(graphdef=graphdef, block_size=drafter.config.block_size), params

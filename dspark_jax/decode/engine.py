@@ -1,0 +1,238 @@
+"""Requests -> padded batches of few shapes -> generations; whole, or round by round."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dspark_jax.base import Proposer, TargetFunctions
+from dspark_jax.decode import generate
+from dspark_jax.decode.draft import proposer
+from dspark_jax.decode.generate import Models, ModelTarget, Progress, Requests
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.target import Target
+from dspark_jax.sampling import GREEDY_BELOW, Sampling, request_key
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it."""
+
+    tokens: tuple[int, ...]  # the prompt's ids
+    max_new_tokens: int = 128  # exact bound on new tokens
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0  # 1 = all
+    seed: int = 0  # of this request alone
+    positions: tuple[int, ...] | None = None  # rotary positions of the prompt, None = 0, 1, ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What came of a request."""
+
+    tokens: tuple[int, ...]  # new ids, the stop token included when there was one
+    finish_reason: FinishReason  # a stop token, or the limit of tokens or context
+    rounds: int  # draft-and-verify rounds
+    survived: tuple[int, ...]  # rounds in which draft position k was accepted
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Committed tokens per round, the bonus included, the prefill's token not; None without."""
+        return (len(self.tokens) - 1) / self.rounds if self.rounds else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A target and a proposer, ready to decode batches.
+
+    Every array shape depends on the batch size and the slot bucket alone, so that as many programs
+    are compiled as buckets are used.
+    """
+
+    target: TargetFunctions
+    proposer: Proposer
+    models: Models
+    vocab_size: int  # V
+    max_length: int  # positions the target may see
+    stop_tokens: tuple[int, ...] = ()  # ids that end a row
+    chunk: int = 64  # prompt tokens a prefill pass
+    smallest_bucket: int = 256  # slots; buckets are its doublings
+
+    def bucket(self, length: int) -> int:
+        """Slots allocated for rows of up to this length."""
+        slots = self.smallest_bucket
+        while slots < length:
+            slots *= 2
+        return slots
+
+    def generate(self, requests: Sequence[Request], batch_size: int | None = None):
+        """Decodes requests in batches of one size (the last one padded); keeps their order.
+
+        Raises:
+          ValueError: a request is empty, too long, or names ids outside the vocabulary.
+        """
+        size = batch_size or max(len(requests), 1)
+        done: list[Generation] = []
+        for start in range(0, len(requests), size):
+            batch = requests[start : start + size]
+            static, models, padded, progress = self._begin(batch, size)
+            progress = generate.finish(*static, models, padded, progress)
+            done += self._collect(batch, progress)
+        return done
+
+    def stream(self, request: Request) -> Iterator[tuple[int, ...]]:
+        """New tokens as rounds commit them; the generator's return value is the Generation."""
+        static, models, padded, progress = self._begin([request], 1)
+        seen = len(request.tokens)
+        while True:
+            lengths, done, row = jax.device_get((progress.lengths, progress.done, progress.tokens))
+            if lengths[0] > seen:
+                yield tuple(int(t) for t in row[0, seen : lengths[0]])
+                seen = int(lengths[0])
+            if done[0]:
+                return self._collect([request], progress)[0]
+            progress, _ = generate.advance(*static, models, padded, progress)
+
+    def _begin(self, batch: Sequence[Request], size: int):
+        limits = [self._limit(i, request) for i, request in enumerate(batch)]
+        slots = self.bucket(max(limits))
+        tokens = np.zeros((size, slots), np.int32)
+        positions = np.tile(np.arange(slots, dtype=np.int32), (size, 1))
+        lengths, offsets = np.ones(size, np.int32), np.zeros(size, np.int32)
+        for i, request in enumerate(batch):
+            lengths[i] = len(request.tokens)
+            tokens[i, : lengths[i]] = request.tokens
+            if request.positions is not None:
+                positions[i, : lengths[i]] = request.positions
+                offsets[i] = request.positions[-1] + 1 - lengths[i]
+        padding = size - len(batch)  # rows done from the start
+        padded = Requests(
+            sampling=self._sampling(batch, padding),
+            limits=jnp.asarray(limits + [1] * padding, jnp.int32),
+            offsets=jnp.asarray(offsets),
+            keys=jnp.stack([request_key(r.seed) for r in batch] + [request_key(0)] * padding),
+            stop_tokens=jnp.asarray(self.stop_tokens or (-1,), jnp.int32),
+        )
+        static = (self.target, self.proposer)
+        progress, _ = generate.prefill(
+            *static,
+            self.chunk,
+            self.models,
+            padded,
+            jnp.asarray(tokens),
+            jnp.asarray(positions),
+            jnp.asarray(lengths),
+        )
+        return static, self.models, padded, progress
+
+    def _limit(self, index: int, request: Request) -> int:
+        """Length at which a request must stop; also refuses what cannot be decoded."""
+        length, where = len(request.tokens), f"request {index}: "
+        if not length:
+            raise ValueError(where + "the prompt has no tokens; give at least one")
+        outside = [t for t in request.tokens if not 0 <= t < self.vocab_size]
+        if outside:
+            raise ValueError(
+                where + f"token ids {outside[:5]} are outside the target's 0..{self.vocab_size - 1}"
+            )
+        if length > self.max_length:
+            raise ValueError(
+                where + f"the prompt has {length} tokens, the target sees {self.max_length}: "
+                "shorten it"
+            )
+        if request.max_new_tokens < 0:
+            raise ValueError(where + f"max_new_tokens = {request.max_new_tokens}: must be >= 0")
+        if request.temperature < 0:
+            raise ValueError(where + f"temperature = {request.temperature}: must be >= 0")
+        if request.top_k < 0:
+            raise ValueError(where + f"top_k = {request.top_k}: must be >= 0 (0 = all)")
+        if not 0 < request.top_p <= 1:
+            raise ValueError(where + f"top_p = {request.top_p}: must be in (0, 1]")
+        if request.positions is not None and len(request.positions) != length:
+            raise ValueError(
+                where + f"{len(request.positions)} positions for {length} tokens: give one a token"
+            )
+        return min(length + request.max_new_tokens, self.max_length)
+
+    def _sampling(self, batch: Sequence[Request], padding: int) -> Sampling | None:
+        if all(r.temperature < GREEDY_BELOW for r in batch):
+            return None
+        return Sampling(
+            temperature=jnp.asarray([r.temperature for r in batch] + [0.0] * padding, jnp.float32),
+            top_k=jnp.asarray([r.top_k for r in batch] + [0] * padding, jnp.int32),
+            top_p=jnp.asarray([r.top_p for r in batch] + [1.0] * padding, jnp.float32),
+        )
+
+    def _collect(self, batch: Sequence[Request], progress: Progress) -> list[Generation]:
+        tokens, lengths, rounds, survived = jax.device_get(
+            (progress.tokens, progress.lengths, progress.rounds, progress.survived)
+        )
+        generations = []
+        for i, request in enumerate(batch):
+            new = tuple(int(t) for t in tokens[i, len(request.tokens) : lengths[i]])
+            stopped = bool(new) and new[-1] in self.stop_tokens
+            generations.append(
+                Generation(
+                    tokens=new,
+                    finish_reason="stop" if stopped else "length",
+                    rounds=int(rounds[i]),
+                    survived=tuple(int(n) for n in survived[i]),
+                )
+            )
+        return generations
+
+
+def engine(
+    target: Target, drafter: Drafter | None, stop_tokens: Sequence[int] = (), **options
+) -> Engine:
+    """An engine for a target and a drafter; None = plain decoding.
+
+    Raises:
+      ValueError: the drafter does not fit the target.
+    """
+    if drafter is not None:
+        check_pair(target, drafter)
+    functions, params = proposer(drafter)
+    graphdef, target_params = nnx.split(target)
+    taps = () if drafter is None else drafter.config.target_layer_ids
+    return Engine(
+        target=ModelTarget(graphdef=graphdef, target_layer_ids=taps),
+        proposer=functions,
+        models=Models(target=target_params, proposer=params),
+        vocab_size=target.config.vocab_size,
+        max_length=target.config.max_length,
+        stop_tokens=tuple(stop_tokens),
+        **options,
+    )
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Refuses a drafter made for another target."""
+    ours, theirs = drafter.config, target.config
+    if ours.geometry.width != theirs.geometry.width:
+        raise ValueError(
+            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: "
+            "this drafter was made for another target"
+        )
+    if ours.vocab_size < theirs.vocab_size:
+        raise ValueError(
+            f"drafter vocab_size = {ours.vocab_size} is smaller than the target's "
+            f"{theirs.vocab_size}"
+        )
+    wrong = [i for i in ours.target_layer_ids if not -1 <= i < theirs.num_layers]
+    if wrong:
+        raise ValueError(
+            f"drafter target_layer_ids {wrong} are outside the target's -1..{theirs.num_layers - 1}"
+        )
+    if not 0 <= ours.mask_token < theirs.vocab_size:
+        raise ValueError(
+            f"drafter mask_token = {ours.mask_token} is outside the target's vocabulary "
+            f"0..{theirs.vocab_size - 1}"
+        )
