@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from dspark_jax.chat import Answer, Conversation, Message, Template
+from dspark_jax.text.chat import Answer, Conversation, Message, Template
 
 _Piece = tuple[int, int, int]  # a token, and the characters it stands for: from, to
 

@@ -146,7 +146,7 @@ class Conversation:
         marked = [*self.messages]
         marked[turn] = {**message, "content": f"{first}{content}{last}"}
         written = self.text(marked)
-        before, has_first, _ = written.partition(first)
+        before = written.partition(first)[0]
         _, has_last, behind = written.rpartition(last)
         if not has_last or not text.endswith(behind):
             raise ValueError(
@@ -154,7 +154,7 @@ class Conversation:
                 "mask such conversations by hand"
             )
         prompt = self._opening(turn, add_generation_prompt=True)
-        is_whole = has_first and text.startswith(before) and not message.get("reasoning_content")
+        is_whole = text.startswith(before) and not message.get("reasoning_content")
         start = len(before) if is_whole else self._fork(turn, text)
         content_stop = max(start, len(text) - len(behind))
         return Answer(

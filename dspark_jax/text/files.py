@@ -9,8 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from dspark_jax.tokenizer import Detokenizer as Detokenizer
-from dspark_jax.tokenizer import Tokenizer as Tokenizer
+from dspark_jax.text.tokenizer import Tokenizer
 
 _ROLES = {
     "bos_token": "bos_token",

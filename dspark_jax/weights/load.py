@@ -1,0 +1,93 @@
+"""Names and folders -> a target with its tokenizer, a drafter that fits it."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dspark_jax import text
+from dspark_jax.nn.drafter import Drafter, Lent
+from dspark_jax.nn.target import Target
+from dspark_jax.text import Tokenizer
+from dspark_jax.weights import assets, deepspec, gguf, native, targets
+from dspark_jax.weights.tensors import CheckpointError, read_json
+
+BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+    """A target and the text side of it.
+
+    Attributes:
+      name: what it was asked for by.
+      model: the frozen model.
+      tokenizer: text to tokens and back, chat template, stop tokens.
+    """
+
+    name: str
+    model: Target
+    tokenizer: Tokenizer
+
+
+def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> LoadedTarget:
+    """A target by name ("smollm2", obtained on first use), Hugging Face folder or GGUF file.
+
+    Raises:
+      CheckpointError: it cannot be read as what it claims to be.
+    """
+    path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
+    if path.suffix == ".gguf" and path.exists():
+        config, tensors, vocabulary = gguf.read(path)
+        tokenizer = text.from_vocabulary(vocabulary)
+        return LoadedTarget(
+            name=name, model=targets.build(config, tensors, dtype), tokenizer=tokenizer
+        )
+    if not path.is_dir():
+        raise CheckpointError(
+            f"target = {name!r}: neither a known name ({', '.join(assets.ASSETS)}), "
+            "nor a folder with config.json, nor a .gguf file"
+        )
+    return LoadedTarget(
+        name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path)
+    )
+
+
+def load_drafter(
+    name: str = "bundled", target: Target | None = None, dtype: DTypeLike = jnp.float32
+) -> Drafter | None:
+    """A drafter: "bundled" (made for smollm2), "none", or a folder in our or DeepSpec's format.
+
+    Args:
+      name: which.
+      target: compared with an embedding and lm head that the folder may ship.
+      dtype: of the parameters.
+    """
+    if name == "none":
+        return None
+    folder = BUNDLED if name == "bundled" else Path(name).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"drafter = {name!r}: expected 'bundled', 'none' or a folder")
+    config = read_json(folder / "config.json")
+    if config.get("format") == native.FORMAT:
+        return native.load(folder, dtype)
+    drafter, lent = deepspec.read(folder, dtype)
+    if target is not None:
+        _check_lent(folder, lent, target)
+    return drafter
+
+
+def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
+    """A drafter's own embedding and lm head must be the target's: only those are used."""
+    pairs = (
+        ("embed_tokens", lent.embedding, target.embed_tokens[...]),
+        ("lm_head", lent.head, target.head),
+    )
+    for name, theirs, ours in pairs:
+        same = theirs.shape == ours.shape and bool(jnp.all(theirs == ours.astype(theirs.dtype)))
+        if not same:
+            raise CheckpointError(
+                f"{folder}: its {name}.weight differs from the target's; "
+                "this drafter was made for another target"
+            )
