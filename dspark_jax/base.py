@@ -8,7 +8,7 @@ s too, unless the caller's prompt skips positions.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import chex
 import numpy as np
@@ -85,6 +85,7 @@ Choose = Callable[..., tuple[Int[Array, "B"], Any]]  # (logits, slot keys) -> to
 Transition = Callable[..., tuple[Any, Array]]  # (state, prev, x) -> state, bias
 
 
+@runtime_checkable
 class TargetFunctions(Protocol):
     """A target as plain functions. Implementations are hashable: they are static under jit."""
 
@@ -112,6 +113,7 @@ class TargetFunctions(Protocol):
         ...
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """A source of drafts as plain functions; hashable, as above."""
 

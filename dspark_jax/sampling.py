@@ -68,7 +68,7 @@ def request_key(seed: int) -> Key[Array, ""]:
     return jax.random.key(seed)
 
 
-def fold(keys: Key[Array, "B"], data: Int[Array, "B"] | int) -> Key[Array, "B"]:
+def fold(keys: Key[Array, "B"], data: Int[Array, "B"] | Int[Array, ""] | int) -> Key[Array, "B"]:
     """A new key a row, from the row's key and a counter or a purpose."""
     data = jnp.broadcast_to(jnp.asarray(data, jnp.int32), keys.shape)
     return jax.vmap(jax.random.fold_in)(keys, data)

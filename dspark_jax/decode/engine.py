@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from dspark_jax.base import Proposer, TargetFunctions
 from dspark_jax.decode import generate
@@ -16,6 +17,7 @@ from dspark_jax.decode.generate import Models, ModelTarget, Progress, Requests
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.sampling import GREEDY_BELOW, Sampling, request_key
+from dspark_jax.sharding import place, place_rows
 
 FinishReason = Literal["stop", "length"]
 
@@ -64,6 +66,7 @@ class Engine:
     stop_tokens: tuple[int, ...] = ()  # ids that end a row
     chunk: int = 64  # prompt tokens a prefill pass
     smallest_bucket: int = 256  # slots; buckets are its doublings
+    mesh: Mesh | None = None  # devices the batch is split over
 
     def bucket(self, length: int) -> int:
         """Slots allocated for rows of up to this length."""
@@ -100,9 +103,20 @@ class Engine:
                 return self._collect([request], progress)[0]
             progress, _ = generate.advance(*static, models, padded, progress)
 
-    def _begin(self, batch: Sequence[Request], size: int):
+    def warm_up(self, length: int, size: int, is_sampled: bool, is_streamed: bool = False) -> None:
+        """Compiles what rows of up to this length will run, so that clocks need not count it."""
+        request = Request(tokens=(0,), max_new_tokens=0, temperature=float(is_sampled))
+        static, models, padded, progress = self._begin([request], size, self.bucket(length))
+        run = generate.advance if is_streamed else generate.finish
+        jax.block_until_ready(run(*static, models, padded, progress))
+
+    def longest(self, requests: Sequence[Request]) -> int:
+        """Length the longest of some requests may reach."""
+        return max(self._limit(i, request) for i, request in enumerate(requests))
+
+    def _begin(self, batch: Sequence[Request], size: int, slots: int | None = None):
         limits = [self._limit(i, request) for i, request in enumerate(batch)]
-        slots = self.bucket(max(limits))
+        slots = slots or self.bucket(max(limits))
         tokens = np.zeros((size, slots), np.int32)
         positions = np.tile(np.arange(slots, dtype=np.int32), (size, 1))
         lengths, offsets = np.ones(size, np.int32), np.zeros(size, np.int32)
@@ -120,16 +134,11 @@ class Engine:
             keys=jnp.stack([request_key(r.seed) for r in batch] + [request_key(0)] * padding),
             stop_tokens=jnp.asarray(self.stop_tokens or (-1,), jnp.int32),
         )
+        arrays = tuple(jnp.asarray(a) for a in (tokens, positions, lengths))
+        if self.mesh is not None:
+            padded, arrays = place_rows((padded, arrays), self.mesh)
         static = (self.target, self.proposer)
-        progress, _ = generate.prefill(
-            *static,
-            self.chunk,
-            self.models,
-            padded,
-            jnp.asarray(tokens),
-            jnp.asarray(positions),
-            jnp.asarray(lengths),
-        )
+        progress, _ = generate.prefill(*static, self.chunk, self.models, padded, *arrays)
         return static, self.models, padded, progress
 
     def _limit(self, index: int, request: Request) -> int:
@@ -190,9 +199,20 @@ class Engine:
 
 
 def engine(
-    target: Target, drafter: Drafter | None, stop_tokens: Sequence[int] = (), **options
+    target: Target,
+    drafter: Drafter | None,
+    stop_tokens: Sequence[int] = (),
+    mesh: Mesh | None = None,
+    **options: int,
 ) -> Engine:
     """An engine for a target and a drafter; None = plain decoding.
+
+    Args:
+      target: the model whose output is reproduced.
+      drafter: what proposes.
+      stop_tokens: ids that end an answer.
+      mesh: devices to split parameters and batches over.
+      **options: `chunk` and `smallest_bucket` of the engine.
 
     Raises:
       ValueError: the drafter does not fit the target.
@@ -202,13 +222,15 @@ def engine(
     functions, params = proposer(drafter)
     graphdef, target_params = nnx.split(target)
     taps = () if drafter is None else drafter.config.target_layer_ids
+    models = Models(target=target_params, proposer=params)
     return Engine(
         target=ModelTarget(graphdef=graphdef, target_layer_ids=taps),
         proposer=functions,
-        models=Models(target=target_params, proposer=params),
+        models=models if mesh is None else place(models, mesh),
         vocab_size=target.config.vocab_size,
         max_length=target.config.max_length,
         stop_tokens=tuple(stop_tokens),
+        mesh=mesh,
         **options,
     )
 

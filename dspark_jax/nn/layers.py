@@ -137,7 +137,7 @@ def rotate(
 
 
 def masked_softmax(
-    scores: Float[Array, "*rows keys"], visible: Bool[Array, "*rows keys"]
+    scores: Float[Array, "*rows keys"], visible: Bool[Array, "*#rows keys"]
 ) -> Float[Array, "*rows keys"]:
     """Softmax over visible keys in fp32; a row that sees nothing gives zeros, gradients too."""
     scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)

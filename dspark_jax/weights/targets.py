@@ -147,7 +147,7 @@ def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
     legacy = hf.get("rope_scaling") or {}
     full = rotary({**legacy, "rope_theta": hf.get("rope_theta"), **nested}, hf)
     local = hf.get("rope_local_base_freq")
-    return full, None if local is None else Rotary(theta=local)
+    return full, None if local is None else Rotary(theta=float(local))
 
 
 def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
@@ -160,27 +160,29 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
         raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
     partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if kind == "default":
-        return Rotary(theta=theta, partial=partial)
-    factor = fields["factor"]
+        return Rotary(theta=float(theta), partial=float(partial))
+    if fields.get("factor") is None:
+        raise CheckpointError(f"rope_type = {kind!r} needs a `factor`, config.json gives none")
+    factor = float(fields["factor"])
     return Rotary(
-        theta=theta,
+        theta=float(theta),
         scaling=_ROTARY_NAMES[kind],
         factor=factor,
         original_length=fields.get("original_max_position_embeddings")
         or _field(hf, "max_position_embeddings"),
-        low_frequency=fields.get("low_freq_factor", 1.0),
-        high_frequency=fields.get("high_freq_factor", 4.0),
-        beta_fast=fields.get("beta_fast") or 32.0,
-        beta_slow=fields.get("beta_slow") or 1.0,
+        low_frequency=float(fields.get("low_freq_factor", 1.0)),
+        high_frequency=float(fields.get("high_freq_factor", 4.0)),
+        beta_fast=float(fields.get("beta_fast") or 32.0),
+        beta_slow=float(fields.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(fields, factor) if kind == "yarn" else 1.0,
-        partial=partial,
+        partial=float(partial),
     )
 
 
 def _attention_factor(fields: Mapping[str, Any], factor: float) -> float:
     """YaRN's factor on cosine and sine: 0.1 ln(factor) + 1 unless given (Peng et al., eq. 22)."""
     if fields.get("attention_factor") is not None:
-        return fields["attention_factor"]
+        return float(fields["attention_factor"])
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * float(np.log(factor)) + 1.0
@@ -193,6 +195,12 @@ def _attention_factor(fields: Mapping[str, Any], factor: float) -> float:
 def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer; () when every layer sees everything."""
     window = hf.get("sliding_window")
+    unknown = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise CheckpointError(
+            f"layer_types names {', '.join(map(repr, unknown))}: supported are "
+            "full_attention, sliding_attention"
+        )
     if window is None or (family.startswith("qwen") and not hf.get("use_sliding_window")):
         return ()
     types = hf.get("layer_types") or _default_layer_types(hf, family, layers)

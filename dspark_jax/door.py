@@ -1,0 +1,63 @@
+"""The four calls most users need; everything below them is importable too."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dspark_jax.config import TrainConfig
+from dspark_jax.decode import answer
+from dspark_jax.decode.answer import Answer, Options, Prompt
+from dspark_jax.decode.engine import engine
+from dspark_jax.evaluate import Summary, summarise
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.train import session
+from dspark_jax.weights.load import LoadedTarget
+
+
+def generate(
+    target: LoadedTarget,
+    drafter: Drafter | None,
+    prompts: Sequence[str | Prompt],
+    batch_size: int = 1,
+    **options,
+) -> list[Answer]:
+    """Answers prompts; the output is the target's own, whatever the drafter.
+
+    Args:
+      target: from `load_target`.
+      drafter: from `load_drafter`; None = plain decoding.
+      prompts: texts, or conversations.
+      batch_size: prompts decoded together.
+      **options: fields of `Options`.
+    """
+    one = engine(target.model, drafter, target.tokenizer.stop_tokens)
+    return list(
+        answer.answers(one, target.tokenizer, _prompts(prompts), Options(**options), batch_size)
+    )
+
+
+def stream(
+    target: LoadedTarget, drafter: Drafter | None, prompt: str | Prompt, **options
+) -> Iterator[str]:
+    """One answer, text as rounds commit it."""
+    one = engine(target.model, drafter, target.tokenizer.stop_tokens)
+    return answer.stream(one, target.tokenizer, _prompts([prompt])[0], Options(**options))
+
+
+def evaluate(
+    target: LoadedTarget,
+    drafter: Drafter | None,
+    prompts: Sequence[str | Prompt],
+    batch_size: int = 1,
+    **options,
+) -> Summary:
+    """Accepted length and acceptance by position, pooled over all rounds."""
+    return summarise(generate(target, drafter, prompts, batch_size, **options))
+
+
+def train(config: TrainConfig) -> Path:
+    """Trains a drafter, continuing where `config.workdir` stopped; returns its folder."""
+    return session.train(config)
+
+
+def _prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
+    return [p if isinstance(p, Prompt) else Prompt(turns=(p,)) for p in prompts]

@@ -1,0 +1,78 @@
+"""Accepted length and per-position acceptance over prompt sets, pooled over all rounds."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from dspark_jax.decode.answer import Answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a set of answers cost; every ratio is one of pooled sums."""
+
+    answers: int  # turns answered
+    tokens: int  # new tokens
+    rounds: int  # draft-and-verify rounds, summed over rows
+    committed: int  # tokens committed by rounds: all but each answer's first
+    survived: tuple[int, ...]  # rounds in which draft position k was accepted
+    seconds: float  # wall time of all batches
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Committed tokens / rounds: the bonus counts, the prefill's token does not."""
+        return self.committed / self.rounds if self.rounds else None
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Share of rounds in which position k and all before it were accepted."""
+        return tuple(n / max(self.rounds, 1) for n in self.survived)
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of rounds that accept position k among those that reached it."""
+        reached = (self.rounds, *self.survived)
+        return tuple(n / max(r, 1) for n, r in zip(self.survived, reached, strict=False))
+
+    @property
+    def calls_per_token(self) -> float | None:
+        """Target passes of a row per token it gained by them (prefill left out)."""
+        return self.rounds / self.committed if self.committed else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens / wall time, prefill included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def record(self) -> dict:
+        """The summary as a JSON object, ratios rounded."""
+        return {
+            "answers": self.answers,
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "accepted_length": _rounded(self.accepted_length),
+            "survival": [_rounded(x) for x in self.survival],
+            "acceptance": [_rounded(x) for x in self.acceptance],
+            "calls_per_token": _rounded(self.calls_per_token),
+            "tokens_per_second": _rounded(self.tokens_per_second),
+        }
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None else round(x, 4)
+
+
+def summarise(answers: Iterable[Answer]) -> Summary:
+    """Pools answers; answers of one batch share its wall time."""
+    answers = list(answers)
+    with_rounds = [a for a in answers if a.generation.rounds]
+    positions = zip(*(a.generation.survived for a in answers), strict=True)
+    return Summary(
+        answers=len(answers),
+        tokens=sum(len(a.generation.tokens) for a in answers),
+        rounds=sum(a.generation.rounds for a in answers),
+        committed=sum(len(a.generation.tokens) - 1 for a in with_rounds),
+        survived=tuple(sum(column) for column in positions),
+        seconds=sum(
+            a.seconds * len(a.generation.tokens) / max(a.batch_tokens, 1) for a in answers
+        ),
+    )

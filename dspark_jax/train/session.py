@@ -1,0 +1,114 @@
+"""A training session as users start it: models and data from a config, progress, export."""
+
+import logging
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.target import Target
+from dspark_jax.train import data, initial, loop
+from dspark_jax.weights import native
+from dspark_jax.weights.load import LoadedTarget, load_target
+
+log = logging.getLogger(__name__)
+_SCALE_ROWS, _SCALE_TOKENS = 8, 128  # conversations and tokens over which taps are measured
+
+
+def train(config: TrainConfig) -> Path:
+    """Trains a drafter and writes it to `workdir`/drafter; a stopped run continues.
+
+    Returns:
+      The folder of the drafter, in our own format, fp32.
+    """
+    target = load_target(config.target)
+    _check_mask_token(config, target)
+    corpus = data.read(
+        Path(config.data),
+        target.tokenizer.assistant_mask,
+        target.model.config.vocab_size,
+        config.max_length,
+        config.min_supervised,
+    )
+    log.info(
+        "%d conversations, %d too short and left out", len(corpus.conversations), corpus.dropped
+    )
+    drafter_config = resolve(config, target.model, corpus)
+    with _progress() as progress:
+        task = progress.add_task("training", total=config.steps, note="")
+
+        def report(line: dict) -> None:
+            note = (
+                f"loss {line['loss']:.3f}  accepted length {line['greedy_length']:.2f}  "
+                f"{line['tokens_per_second']:.0f} tokens/s"
+            )
+            progress.update(task, completed=line["step"], note=note)
+
+        drafter = loop.run(config, target.model, corpus, drafter_config, report)
+    folder = Path(config.workdir) / "drafter"
+    native.save(folder, drafter, jnp.float32, card(config, drafter, corpus))
+    log.info("drafter written to %s", folder)
+    return folder
+
+
+def resolve(config: TrainConfig, target: Target, corpus: data.Corpus) -> DrafterConfig:
+    """The drafter's full config; taps are measured if the recipe asks for it."""
+    scales = ()
+    if config.drafter.scale_features:
+        long = [c.tokens for c in corpus.conversations if len(c.tokens) >= _SCALE_TOKENS]
+        if not long:
+            raise ValueError(
+                f"drafter.scale_features = True needs a conversation of {_SCALE_TOKENS} tokens"
+            )
+        sample = np.stack([tokens[:_SCALE_TOKENS] for tokens in long[:_SCALE_ROWS]])
+        ids = config.drafter.target_layer_ids or spread_layers(target.config.num_layers)
+        scales = initial.measure_scales(target, jnp.asarray(sample), ids)
+    return initial.drafter_config(config.drafter, target.config, scales)
+
+
+def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
+    """The mask token must be a row no text uses: never the end of a turn or padding."""
+    mask, tokenizer = config.drafter.mask_token, target.tokenizer
+    free = ", ".join(f"{number} {name}" for name, number in tokenizer.free_tokens.items())
+    taken = {*tokenizer.stop_tokens, tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    if mask is None:
+        raise ValueError(f"drafter.mask_token is not set; free reserved rows: {free}")
+    if mask in taken:
+        raise ValueError(
+            f"drafter.mask_token = {mask} begins, ends or pads texts; free reserved rows: {free}"
+        )
+
+
+def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
+    """The model card: what was trained, for which target, on what."""
+    c = drafter.config
+    head = "none" if c.head is None else f"Markov, {c.head.gate}, rank {c.head.rank}"
+    supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
+    return f"""# Drafter for {config.target}
+
+| | |
+|---|---|
+| target | {config.target} |
+| backbone | {c.num_layers} layers, width {c.geometry.width}, taps {list(c.target_layer_ids)} |
+| block | {c.block_size} tokens, predicts from the anchor: {c.predict_from_anchor} |
+| head | {head} |
+| data | {len(corpus.conversations)} conversations, {supervised} tokens of the target's own answers |
+| budget | {config.steps} steps of {config.batch_size} conversations x {config.num_anchors} anchors |
+
+Output is the target's own whatever the drafter: it decides speed, never content.
+"""
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,211 @@
+"""The command line on a tiny target with a character tokenizer: what users type, what they see."""
+
+import json
+import shutil
+import sys
+from io import StringIO
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models
+
+from dspark_jax import cli
+from dspark_jax.config import Confidence, DrafterConfig, Markov
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.weights import native, targets
+
+GOLDEN = Path(__file__).parent / "goldens" / "target_qwen3"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A Hugging Face folder: golden weights, one token a printable character, `~` ends a turn."""
+    folder = tmp_path_factory.mktemp("target")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / name, folder / name)
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = {c: i for i, c in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "~"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(target_folder, tmp_path_factory):
+    """An untrained drafter for it, in our own format."""
+    geometry = targets.load(target_folder).config.geometry
+    config = DrafterConfig(
+        geometry=geometry,
+        vocab_size=97,
+        num_layers=1,
+        block_size=3,
+        target_layer_ids=(0, 2),
+        mask_token=96,
+        predict_from_anchor=True,
+        head=Markov(rank=4),
+        confidence=Confidence(),
+    )
+    folder = tmp_path_factory.mktemp("drafter")
+    native.save(folder, Drafter(config, rngs=nnx.Rngs(0)), jnp.float32, "card")
+    return folder
+
+
+@pytest.fixture
+def run(target_folder, drafter_folder, capsys):
+    """Runs `dspark`; returns its standard output."""
+
+    def call(*argv: str, drafter: str | None = None) -> str:
+        models = ["--target", str(target_folder), "--drafter", drafter or str(drafter_folder)]
+        cli.main([argv[0], *argv[1:], *models])
+        return capsys.readouterr().out
+
+    return call
+
+
+def records(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_has_every_promised_field(run):
+    (record,) = records(run("generate", "--prompt", "hello", "--json", "--max-new-tokens", "9"))
+    assert set(record) == {
+        "index",
+        "turn",
+        "text",
+        "tokens",
+        "num_tokens",
+        "rounds",
+        "accepted_length",
+        "finish_reason",
+        "tokens_per_second",
+    }
+    assert record["num_tokens"] == len(record["tokens"]) <= 9
+    assert record["accepted_length"] >= 1
+
+
+def test_a_drafter_never_changes_the_output(run):
+    flags = ("generate", "--prompt", "hello", "--json", "--max-new-tokens", "20")
+    (fast,), (slow,) = records(run(*flags)), records(run(*flags, drafter="none"))
+    assert fast["tokens"] == slow["tokens"]
+
+
+def test_streamed_text_is_the_text(run):
+    flags = ("generate", "--prompt", "hello", "--max-new-tokens", "20")
+    (record,) = records(run(*flags, "--json"))
+    assert run(*flags) == record["text"] + "\n"
+
+
+def test_turns_are_answered_in_order_and_batches_change_nothing(run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"turns": ["one", "two"]},
+        {"messages": [{"role": "user", "content": "three"}]},
+        {"turns": ["four"]},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    flags = ("generate", "--prompts", str(prompts), "--json", "--max-new-tokens", "6")
+    alone = records(run(*flags))
+    assert [(r["index"], r["turn"]) for r in alone] == [(0, 0), (1, 0), (2, 0), (0, 1)]
+    together = records(run(*flags, "--batch-size", "2"))
+    assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
+
+
+def test_prompts_are_read_from_standard_input(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", StringIO("one\ntwo\n"))
+    assert len(records(run("generate", "--json", "--max-new-tokens", "2"))) == 2
+
+
+def test_raw_leaves_the_template_out_and_system_adds_to_it(run):
+    flags = ("generate", "--prompt", "hello", "--json", "--max-new-tokens", "8")
+    texts = [run(*flags, *more) for more in ((), ("--raw",), ("--system", "be brief"))]
+    assert len({tuple(records(text)[0]["tokens"]) for text in texts}) == 3
+
+
+def test_compare_prints_both_and_the_break_even(run):
+    text = run("generate", "--prompt", "hello", "--compare", "--max-new-tokens", "8")
+    assert "speculative" in text and "plain" in text and "break-even" in text
+
+
+def test_a_mesh_gives_the_same_tokens(run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"turns": [t]}) for t in ("one", "a longer one")))
+    flags = ("generate", "--prompts", str(prompts), "--json", "--batch-size", "2")
+    flags += ("--max-new-tokens", "12")
+    one, eight = records(run(*flags)), records(run(*flags, "--mesh", "data=2,tensor=4"))
+    assert [r["tokens"] for r in one] == [r["tokens"] for r in eight]
+
+
+def test_evaluate_pools_rounds(run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"turns": [t, "x"]}) for t in ("one", "two", "six")))
+    rows = records(run("evaluate", f"{prompts}:2", str(prompts), "--json"))
+    assert [row["answers"] for row in rows] == [2, 3, 5]
+    assert rows[2]["rounds"] == rows[0]["rounds"] + rows[1]["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--prompt", "a", "--prompts", "b.jsonl"), ["--prompt", "--prompts"]),
+        (("--prompts", "absent.jsonl"), ["absent.jsonl", "no such file"]),
+        (("--prompt", "a", "--top-p", "0"), ["top_p = 0"]),
+        (("--prompt", "a", "--temperature", "-1"), ["temperature = -1"]),
+        (("--prompt", "a", "--batch-size", "0"), ["batch_size = 0"]),
+        (("--prompt", "a", "--mesh", "rows=2"), ["mesh", "rows=2", "data"]),
+        (("--prompt", "a", "--mesh", "data=99"), ["99 devices"]),
+    ],
+)
+def test_errors_name_the_field_the_value_and_the_remedy(target_folder, capsys, flags, words):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "--target", str(target_folder), "--drafter", "none", *flags])
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("missing", ["target", "drafter"])
+def test_unknown_models_are_named(target_folder, capsys, missing):
+    models = {"target": str(target_folder), "drafter": "none"} | {missing: "nowhere"}
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(
+            ["generate", "--prompt", "a", *(x for k, v in models.items() for x in (f"--{k}", v))]
+        )
+    assert f"{missing} = 'nowhere'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_train_reads_a_config_file_trains_and_its_drafter_decodes(run, target_folder, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    row = {"tokens": list(range(10, 40)), "reply_start": 4}
+    answers.write_text(json.dumps(row) + "\n")
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from dspark_jax.config import DrafterRecipe, Markov, TrainConfig\n"
+        f"config = TrainConfig(data={str(answers)!r}, workdir={str(tmp_path / 'run')!r},\n"
+        f"    target={str(target_folder)!r}, num_anchors=4, anchor_chunk=4, batch_size=1,\n"
+        "    drafter=DrafterRecipe(num_layers=1, block_size=3, mask_token=96,\n"
+        "                          target_layer_ids=(0, 2), head=Markov(rank=4)))\n"
+    )
+    cli.main(["train", str(config), "--steps", "2", "--drafter.head.rank", "8"])
+    drafter = tmp_path / "run" / "drafter"
+    assert native.load(drafter).config.head == Markov(rank=8)
+    (record,) = records(
+        run("generate", "--prompt", "a", "--json", "--max-new-tokens", "3", drafter=str(drafter))
+    )
+    assert record["num_tokens"] <= 3
+
+
+def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp_path, capsys):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from dspark_jax.config import TrainConfig\n"
+        f"config = TrainConfig(data='x', workdir='y', target={str(target_folder)!r})\n"
+    )
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", str(config)])
+    assert "drafter.mask_token" in capsys.readouterr().err
