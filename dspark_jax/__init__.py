@@ -1,11 +1,11 @@
 """Speculative-decoding drafters of the DFlash family in JAX/Flax.
 
-    import dspark_jax as ds
+import dspark_jax as ds
 
-    target = ds.load_target("smollm2")
-    drafter = ds.load_drafter("bundled", target.model)
-    for answer in ds.generate(target, drafter, ["What is gravity?"]):
-        print(answer.text, answer.generation.accepted_length)
+target = ds.load_target("smollm2")
+drafter = ds.load_drafter("bundled", target.model)
+for answer in ds.generate(target, drafter, ["What is gravity?"]):
+    print(answer.text, answer.generation.accepted_length)
 """
 
 from dspark_jax.config import (

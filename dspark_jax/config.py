@@ -190,13 +190,23 @@ class TrainConfig:
     keep: int = 2  # checkpoints kept
 
     def __post_init__(self):
-        for field in ("steps", "batch_size", "num_anchors", "anchor_chunk", "max_length",
-                      "length_multiple", "log_every", "save_every", "keep"):
+        for field in (
+            "steps",
+            "batch_size",
+            "num_anchors",
+            "anchor_chunk",
+            "max_length",
+            "length_multiple",
+            "log_every",
+            "save_every",
+            "keep",
+        ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
         if self.num_anchors % min(self.anchor_chunk, self.num_anchors):
-            raise ValueError(f"anchor_chunk = {self.anchor_chunk} must divide "
-                             f"num_anchors = {self.num_anchors}")
+            raise ValueError(
+                f"anchor_chunk = {self.anchor_chunk} must divide num_anchors = {self.num_anchors}"
+            )
 
 
 def spread_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:

@@ -72,7 +72,5 @@ def summarise(answers: Iterable[Answer]) -> Summary:
         rounds=sum(a.generation.rounds for a in answers),
         committed=sum(len(a.generation.tokens) - 1 for a in with_rounds),
         survived=tuple(sum(column) for column in positions),
-        seconds=sum(
-            a.seconds * len(a.generation.tokens) / max(a.batch_tokens, 1) for a in answers
-        ),
+        seconds=sum(a.seconds * len(a.generation.tokens) / max(a.batch_tokens, 1) for a in answers),
     )

@@ -167,9 +167,7 @@ def _opening(prompt: Prompt, options: Options) -> Iterator[Message]:
     yield from prompt.messages
 
 
-def request(
-    tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int
-) -> Request:
+def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int) -> Request:
     """One request for the next answer of a conversation."""
     if options.raw:
         tokens = tokenizer.encode("".join(message["content"] for message in said))

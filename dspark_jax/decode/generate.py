@@ -166,17 +166,15 @@ def prefill(
         last, caches = carry
         hidden, caches = run(i * chunk, caches)
         inside = lengths - 1 - i * chunk
-        here = jnp.take_along_axis(
-            hidden, jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1
-        )[:, 0]
+        here = jnp.take_along_axis(hidden, jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[
+            :, 0
+        ]
         is_here = ((inside >= 0) & (inside < chunk))[:, None]
         return jnp.where(is_here, here, last), caches
 
     last = jax.eval_shape(lambda: run(0, caches)[0][:, 0])
     chunks = (jnp.max(lengths) + chunk - 1) // chunk
-    last, caches = jax.lax.fori_loop(
-        0, chunks, body, (jnp.zeros(last.shape, last.dtype), caches)
-    )
+    last, caches = jax.lax.fori_loop(0, chunks, body, (jnp.zeros(last.shape, last.dtype), caches))
     progress = Progress(
         tokens=tokens,
         lengths=lengths,
@@ -224,9 +222,7 @@ def advance_round(
     hidden, features, cache = target.states(
         models.target, block, progress.target_cache, slots, positions
     )
-    verdict = decide.accept(
-        draft, target.logits(models.target, hidden), fold(round_keys, _VERIFY)
-    )
+    verdict = decide.accept(draft, target.logits(models.target, hidden), fold(round_keys, _VERIFY))
     context = proposer.extend(models.proposer, features, progress.context, slots, positions)
     active = ~progress.done
     stands = verdict.accepted[:, None] > jnp.arange(size)
@@ -269,9 +265,7 @@ advance = jax.jit(
 )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("target", "proposer"), donate_argnames=("progress",)
-)
+@functools.partial(jax.jit, static_argnames=("target", "proposer"), donate_argnames=("progress",))
 def finish(
     target: TargetFunctions,
     proposer: Proposer,

@@ -56,9 +56,7 @@ def _accept_greedy(draft: Draft, logits: Float[Array, "B K1 V"], keys: Key[Array
     best = jnp.argmax(logits, -1).astype(jnp.int32)
     stands = jnp.cumprod(draft.tokens == best[:, :-1], -1)
     accepted = jnp.sum(stands, -1).astype(jnp.int32)
-    return Verdict(
-        accepted=accepted, bonus=jnp.take_along_axis(best, accepted[:, None], -1)[:, 0]
-    )
+    return Verdict(accepted=accepted, bonus=jnp.take_along_axis(best, accepted[:, None], -1)[:, 0])
 
 
 def accept_sampled(

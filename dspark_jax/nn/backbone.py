@@ -71,9 +71,7 @@ class BackboneLayer(nnx.Module):
         g, hidden = self.geometry, self.input_layernorm(x)
         q = self.self_attn.queries(hidden, positions)
         k, v = self.self_attn.keys_values(hidden, positions)
-        out = block_attention(
-            q, k, v, *context, visible, valid, g.scale, g.attention_softcap
-        )
+        out = block_attention(q, k, v, *context, visible, valid, g.scale, g.attention_softcap)
         x = x + self.self_attn.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -38,9 +38,7 @@ class Heads(nnx.Module):
                 "confidence.with_markov = True needs a Markov head, and head = None: "
                 "set confidence.with_markov = False"
             )
-        self.head = (
-            None if head is None else MarkovHead(head, config.vocab_size, dtype, rngs=rngs)
-        )
+        self.head = None if head is None else MarkovHead(head, config.vocab_size, dtype, rngs=rngs)
         rank = head.rank if with_markov else 0
         self.confidence_head = (
             None
@@ -73,9 +71,7 @@ class Heads(nnx.Module):
 class Drafter(nnx.Module):
     """A block-parallel backbone and its heads."""
 
-    def __init__(
-        self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
-    ):
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.backbone = Backbone(config, dtype, rngs=rngs)
         self.heads = Heads(config, dtype, rngs=rngs)
         self.config = config

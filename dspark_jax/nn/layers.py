@@ -8,8 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import Geometry, Rotary
 
@@ -22,7 +22,7 @@ def normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = 0.
 def project(
     x: Float[Array, "*rows inner"], table: Float[Array, "outer inner"]
 ) -> Float[Array, "*rows outer"]:
-    """x Wᵀ in fp32, whatever the dtype of the operands."""
+    """X Wᵀ in fp32, whatever the dtype of the operands."""
     axes = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, table, axes, preferred_element_type=jnp.float32)
 
@@ -32,7 +32,7 @@ def linear(
     weight: Float[Array, "outer inner"],
     bias: Float[Array, "outer"] | None = None,
 ) -> Float[Array, "*rows outer"]:
-    """x Wᵀ + b, accumulated in fp32, in the dtype of x."""
+    """X Wᵀ + b, accumulated in fp32, in the dtype of x."""
     out = project(x, weight).astype(x.dtype)
     return out if bias is None else out + bias
 
@@ -40,7 +40,7 @@ def linear(
 def rms_norm(
     x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float, offset: bool = False
 ) -> Float[Array, "*rows D"]:
-    """x / rms(x) * w, normalised in fp32.
+    """X / rms(x) * w, normalised in fp32.
 
     With `offset` (Gemma) the factor is 1 + w and is applied before the cast; without, the cast
     comes first, as Llama and Qwen do.
@@ -53,7 +53,7 @@ def rms_norm(
 
 
 def softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
-    """cap * tanh(x / cap); x itself without a cap."""
+    """Cap * tanh(x / cap); x itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -65,7 +65,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inner"]) -> Float[Array, "*rows outer"]:
-        """x Wᵀ + b."""
+        """X Wᵀ + b."""
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 

@@ -1,6 +1,6 @@
 """First-order heads: a low-rank bias on the logits that depends on the previous token.
 
-    logits_t(b | a) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>        (DSpark paper, section 2.2)
+logits_t(b | a) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>        (DSpark paper, section 2.2)
 """
 
 from flax import nnx

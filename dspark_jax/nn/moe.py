@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from dspark_jax.config import Experts, Geometry
 from dspark_jax.nn.layers import Linear, activate, normal

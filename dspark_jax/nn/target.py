@@ -90,9 +90,7 @@ class DecoderLayer(nnx.Module):
 class Target(nnx.Module):
     """A causal language model that also returns raw outputs of chosen layers."""
 
-    def __init__(
-        self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
-    ):
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         width, vocab = config.geometry.width, config.vocab_size
         self.embed_tokens = nnx.Param(normal(rngs.params(), (vocab, width), dtype))
         self.layers = nnx.List(
@@ -126,9 +124,7 @@ class Target(nnx.Module):
         g = self.config.geometry
         shape = (batch, g.kv_heads, slots, g.head_dim)
         dtype = self.embed_tokens[...].dtype
-        return tuple(
-            (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.layers
-        )
+        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.layers)
 
     def __call__(
         self,

@@ -100,9 +100,7 @@ def _copy(ours: nnx.Module, theirs: nnx.Module) -> None:
     ours.weight.set_value(theirs.weight[...].astype(jnp.float32))
 
 
-def _select(
-    weight: Float[Array, "D F"], tap: int, width: int
-) -> Float[Array, "D F"]:
+def _select(weight: Float[Array, "D F"], tap: int, width: int) -> Float[Array, "D F"]:
     """The random projection, small, plus the identity on one tap."""
     columns = slice(tap * width, (tap + 1) * width)
     return weight.at[:, columns].add(jnp.eye(width, dtype=weight.dtype))

@@ -123,7 +123,7 @@ def _steps(
     report: Report,
 ) -> TrainState:
     begun, supervised = time.monotonic(), 0
-    with _stop_requests() as stop_requested, _metrics_file(config) as lines:
+    with _StopRequests() as stop_requested, _metrics_file(config) as lines:
         for number in range(int(state.step) + 1, config.steps + 1):
             batch = next(batches)
             supervised += int(batch.loss_mask.sum())
@@ -194,7 +194,7 @@ def _differences(old: dict, new: dict, prefix: str = "") -> list[str]:
     return found
 
 
-class _stop_requests:  # noqa: N801
+class _StopRequests:
     """Context: SIGTERM becomes a question that the loop asks at step boundaries."""
 
     def __enter__(self) -> Callable[[], bool]:

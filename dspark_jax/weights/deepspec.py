@@ -90,7 +90,5 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
         embedding=jnp.asarray(tensors.pop(_EMBEDDING), dtype),
         head=jnp.asarray(tensors.pop(_HEAD), dtype),
     )
-    drafter = fill(
-        lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype
-    )
+    drafter = fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype)
     return drafter, lent

@@ -49,9 +49,7 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
             f"target = {name!r}: neither a known name ({', '.join(assets.ASSETS)}), "
             "nor a folder with config.json, nor a .gguf file"
         )
-    return LoadedTarget(
-        name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path)
-    )
+    return LoadedTarget(name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path))
 
 
 def load_drafter(

@@ -55,7 +55,9 @@ def from_dict(kind: type, fields: Any, where: str) -> Any:
     unknown = sorted(set(fields) - set(hints))
     if unknown:
         raise CheckpointError(f"{where}: unknown fields {', '.join(unknown)}")
-    values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in fields.items()}
+    values = {
+        name: _value(hints[name], value, f"{where}: {name}") for name, value in fields.items()
+    }
     try:
         return kind(**values)
     except TypeError as error:

@@ -63,9 +63,11 @@ def _name(path: str, config: TargetConfig, prefix: str) -> str | list[str]:
         return prefix + "lm_head.weight"
     if path == "embed_tokens":
         return prefix + "model.embed_tokens.weight"
-    norms = _GEMMA_NORMS if config.geometry.sandwich_norms else {
-        "mlp_input_norm": "post_attention_layernorm"
-    }
+    norms = (
+        _GEMMA_NORMS
+        if config.geometry.sandwich_norms
+        else {"mlp_input_norm": "post_attention_layernorm"}
+    )
     name = re.sub(r"\b(attention_norm|mlp_input_norm|mlp_norm)\b", lambda m: norms[m[0]], path)
     stacked = re.fullmatch(r"(.*\.mlp)\.(gate_proj|up_proj|down_proj)", name)
     if stacked:

@@ -99,8 +99,10 @@ def fill(
         if absent := [name for name in parts if name not in tensors]:
             missing += absent
             continue
-        value = tensors[wanted] if isinstance(wanted, str) else np.stack(
-            [np.asarray(tensors[name]) for name in parts]
+        value = (
+            tensors[wanted]
+            if isinstance(wanted, str)
+            else np.stack([np.asarray(tensors[name]) for name in parts])
         )
         if value.shape != variable.shape:
             misshapen.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")

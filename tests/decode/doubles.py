@@ -84,7 +84,9 @@ def replay(script: np.ndarray, stream: np.ndarray, length: int, limit: int):
     rounds, survived = 0, np.zeros(script.shape[1], int)
     length += 1  # the prefill's token
     while length < limit:
-        right = script[length - 1] == np.pad(stream, (0, script.shape[1]))[length:][: script.shape[1]]
+        right = (
+            script[length - 1] == np.pad(stream, (0, script.shape[1]))[length:][: script.shape[1]]
+        )
         accepted = int(np.cumprod(right).sum())
         survived[:accepted] += 1
         rounds += 1
