@@ -179,7 +179,7 @@ class TrainConfig:
     steps: int = 1000  # optimizer steps
     batch_size: int = 8  # conversations a step
     num_anchors: int = 512  # A, blocks a conversation
-    anchor_chunk: int = 64  # anchors whose logits exist at once
+    anchor_chunk: int = 64  # blocks whose logits exist at once
     max_length: int = 4096  # tokens a conversation, cut on the right
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
@@ -203,9 +203,11 @@ class TrainConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
-        if self.num_anchors % min(self.anchor_chunk, self.num_anchors):
+        blocks = self.batch_size * self.num_anchors
+        if blocks % self.anchor_chunk:
             raise ValueError(
-                f"anchor_chunk = {self.anchor_chunk} must divide num_anchors = {self.num_anchors}"
+                f"anchor_chunk = {self.anchor_chunk} must divide "
+                f"batch_size * num_anchors = {blocks}"
             )
 
 

@@ -75,7 +75,9 @@ class Engine:
             slots *= 2
         return slots
 
-    def generate(self, requests: Sequence[Request], batch_size: int | None = None):
+    def generate(
+        self, requests: Sequence[Request], batch_size: int | None = None
+    ) -> list[Generation]:
         """Decodes requests in batches of one size (the last one padded); keeps their order.
 
         Raises:

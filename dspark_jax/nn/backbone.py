@@ -92,7 +92,7 @@ class Backbone(nnx.Module):
     def context(
         self, features: Float[Array, "B T F"], positions: Int[Array, "B T"]
     ) -> tuple[Context, ...]:
-        """Keys and values of context features, one pair a layer; all layers share one projection."""
+        """Keys and values of context features, one pair a layer, from one shared projection."""
         if self.config.feature_scales:
             width = self.config.geometry.width
             features = features * jnp.repeat(

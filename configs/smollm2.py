@@ -1,0 +1,32 @@
+"""The bundled drafter: DSpark vanilla for SmolLM2-135M-Instruct.
+
+dspark train configs/smollm2.py --data answers.jsonl
+
+`answers.jsonl` holds conversations the target has answered (`tokens` and `reply_start`, or
+`messages`). Hardware: 2 CPU cores, 20 minutes for the target's features of 400,000 tokens (5.4 GB
+on disk), then 90 minutes. Accepted length: see the README's table.
+"""
+
+from dspark_jax.config import DrafterRecipe, Losses, Markov, Optimizer, TrainConfig
+
+config = TrainConfig(
+    data="answers.jsonl",
+    workdir="runs/smollm2",
+    drafter=DrafterRecipe(
+        num_layers=2,
+        block_size=5,
+        mask_token=16,  # <empty_output>, which no chat contains
+        head=Markov(rank=64),
+        start="target_last",
+        scale_features=True,
+    ),
+    losses=Losses(cross_entropy=1.0, l1=0.9, confidence=0.5),
+    optimizer=Optimizer(learning_rate=1e-3, warmup=0.05),
+    steps=5000,
+    batch_size=4,
+    num_anchors=12,
+    anchor_chunk=48,
+    max_length=384,
+    max_cache_bytes=8_000_000_000,
+    save_every=250,
+)
