@@ -80,7 +80,8 @@ class Evaluate:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("jax").setLevel(logging.WARNING)
+    for noisy in ("jax", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     argv = sys.argv[1:] if argv is None else argv
     try:
         match argv[:1]:

@@ -40,13 +40,17 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
     if rank and gate != "vanilla":
         raise CheckpointError(f"markov_head_type = {gate!r}: supported is vanilla")
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
+    if "sliding_attention" in (hf.get("layer_types") or ()):
+        raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
     with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
     return DrafterConfig(
         geometry=_geometry(hf),
         vocab_size=_field(hf, "vocab_size"),
         num_layers=_field(hf, "num_hidden_layers"),
         block_size=_field(hf, "block_size"),
-        target_layer_ids=tuple(_field(hf, "target_layer_ids")),
+        target_layer_ids=_taps(hf),
         mask_token=_field(hf, "mask_token_id"),
         predict_from_anchor=True,
         head=Markov(rank=rank) if rank else None,
@@ -58,6 +62,15 @@ def _field(hf: Mapping[str, Any], name: str) -> Any:
     if hf.get(name) is None:
         raise CheckpointError(f"config.json has no `{name}`")
     return hf[name]
+
+
+def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    ids, count = tuple(_field(hf, "target_layer_ids")), _field(hf, "num_target_layers")
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= count:
+        raise CheckpointError(
+            f"target_layer_ids = {list(ids)}: must increase strictly within -1..{count - 1}"
+        )
+    return ids
 
 
 def _geometry(hf: Mapping[str, Any]) -> Geometry:

@@ -69,8 +69,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     for option in options:
+        origin, inner = typing.get_origin(option), typing.get_args(option)
         if dataclasses.is_dataclass(option):
             return from_dict(option, value, where)
-        if typing.get_origin(option) is tuple and isinstance(value, list):
-            return tuple(value)
-    return value
+        if origin is tuple and isinstance(value, list):
+            return tuple(_value(inner[0], item, where) for item in value)
+        if origin is typing.Literal and value in inner:
+            return value
+        if type(value) is option or (option is float and type(value) is int):
+            return option(value)
+    raise CheckpointError(f"{where}: {value!r} is not {hint}")

@@ -56,7 +56,7 @@ def read_folder(folder: Path) -> dict[str, jax.Array]:
 
 def read_file(path: Path) -> dict[str, jax.Array]:
     """Every tensor of one safetensors file."""
-    if not path.exists():
+    if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
     try:
         with safe_open(path, framework="flax") as file:

@@ -9,8 +9,13 @@ import numpy as np
 from flax import nnx
 
 from dspark_jax.base import Draft
+from dspark_jax.decode import generate
+from dspark_jax.decode.engine import Engine
+from dspark_jax.decode.generate import Models, Progress, Requests
+from dspark_jax.sampling import Sampling
 
 SLOTS = 64  # the tiny target's context
+RAGGED = (3, 7, 12, 18)  # prompt lengths of a batch
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -21,20 +26,71 @@ def forward(graphdef, params, tokens, positions):
     return target.logits(hidden)
 
 
-def plain_greedy(target, prompt, count, positions=None) -> tuple[int, ...]:
-    """The target's own continuation: one uncached pass over everything for each token."""
+def all_positions(length: int, positions=None) -> np.ndarray:
+    """Rotary positions of every slot; generated tokens go on from the prompt's last position."""
+    where = np.arange(SLOTS, dtype=np.int32)
+    if positions is not None:
+        where[:length] = positions
+        where[length:] = positions[-1] + 1 + np.arange(SLOTS - length)
+    return where
+
+
+@functools.cache
+def plain_greedy(target, prompt, positions=None) -> tuple[int, ...]:
+    """The target's own continuation up to 64 tokens: an uncached pass over all for each token."""
     graphdef, params = nnx.split(target)
     length = len(prompt)
     tokens = np.zeros((1, SLOTS), np.int32)
-    where = np.arange(SLOTS, dtype=np.int32)[None].copy()
     tokens[0, :length] = prompt
-    if positions is not None:
-        where[0, :length] = positions
-        where[0, length:] = positions[-1] + 1 + np.arange(SLOTS - length)
-    for slot in range(length, length + count):
+    where = all_positions(length, positions)[None]
+    for slot in range(length, SLOTS):
         logits = np.asarray(forward(graphdef, params, tokens, where))
         tokens[0, slot] = np.argmax(logits[0, slot - 1])
-    return tuple(tokens[0, length : length + count].tolist())
+    return tuple(tokens[0, length:].tolist())
+
+
+def streams(target, prompts) -> np.ndarray:
+    """Prompts and their continuations by slot."""
+    return np.asarray([[*prompt, *plain_greedy(target, prompt)] for prompt in prompts])
+
+
+def begin(
+    engine: Engine,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    new: int,
+    sampling: Sampling | None = None,
+    keys=None,
+    positions: np.ndarray | None = None,
+) -> tuple[Requests, Progress]:
+    """A batch behind its prefill, so that rounds can be run one by one. Prompts are padded."""
+    batch, slots = prompts.shape
+    lengths = np.asarray(lengths, np.int32)
+    where = np.tile(np.arange(slots, dtype=np.int32), (batch, 1))
+    where = where if positions is None else np.asarray(positions, np.int32)
+    requests = Requests(
+        sampling=sampling,
+        limits=jnp.asarray(lengths + new),
+        offsets=jnp.asarray(where[np.arange(batch), lengths - 1] + 1 - lengths),
+        keys=jax.vmap(jax.random.key)(jnp.arange(batch)) if keys is None else keys,
+        stop_tokens=jnp.asarray([-1], jnp.int32),
+    )
+    progress, _ = generate.prefill(
+        engine.target,
+        engine.proposer,
+        engine.chunk,
+        engine.models,
+        requests,
+        jnp.asarray(prompts, jnp.int32),
+        jnp.asarray(where),
+        jnp.asarray(lengths),
+    )
+    return requests, progress
+
+
+def finish(engine: Engine, requests: Requests, progress: Progress) -> Progress:
+    """The remaining rounds."""
+    return generate.finish(engine.target, engine.proposer, engine.models, requests, progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +148,11 @@ def replay(script: np.ndarray, stream: np.ndarray, length: int, limit: int):
         rounds += 1
         length = min(length + accepted + 1, limit)
     return rounds, tuple(survived.tolist())
+
+
+def padded(prompt, slots: int = SLOTS) -> np.ndarray:
+    """A prompt as a batch of one row of slots."""
+    return np.pad(np.asarray(prompt, np.int32), (0, slots - len(prompt)))[None]
 
 
 def _node(tokens, slots, vocabulary: int):
@@ -164,3 +225,17 @@ class TableDrafter:
             laws.append(law)
         probs = None if laws[0] is None else jnp.stack(laws, 1)
         return Draft(tokens=jnp.stack(chosen, 1), probs=probs)
+
+
+def table_engine(proposer, target_table, proposer_params) -> Engine:
+    """An engine over a table target with eight slots."""
+    vocabulary = target_table.shape[1]
+    return Engine(
+        target=TableTarget(vocabulary),
+        proposer=proposer,
+        models=Models(target=jnp.asarray(target_table), proposer=jnp.asarray(proposer_params)),
+        vocab_size=vocabulary,
+        max_length=8,
+        chunk=8,
+        smallest_bucket=8,
+    )

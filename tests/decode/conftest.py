@@ -1,0 +1,105 @@
+"""Engines over the tiny target: scripted drafts, and drafters of several shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dspark_jax.config import Markov
+from dspark_jax.decode.engine import Engine, engine
+from dspark_jax.decode.generate import Models, ModelTarget
+from dspark_jax.nn.drafter import Drafter
+
+from ..conftest import DRAFTER, sharpened
+from . import doubles
+
+_SEEDS = {3: 3, 7: 0, 12: 2, 18: 4}  # chosen for varied continuations
+PROMPTS = {
+    length: tuple(np.random.default_rng([_SEEDS.get(length, 0), length]).integers(97, size=length).tolist())
+    for length in range(3, 19)
+}
+SHAPES = {"chunk": 16, "smallest_bucket": doubles.SLOTS}
+VOCABULARY = 97
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """Programs run once or twice here: compiling them dominates."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def greedy(tiny_target):
+    """The target's own greedy continuation of a prompt."""
+
+    def continuation(prompt, count, positions=None):
+        return doubles.plain_greedy(tiny_target, prompt, positions)[:count]
+
+    return continuation
+
+
+@pytest.fixture(scope="session")
+def scripted(tiny_target):
+    """Engines whose drafts are scripts [B S K]."""
+
+    def build(lines: np.ndarray, target=tiny_target, **options) -> Engine:
+        graphdef, params = nnx.split(target)
+        return Engine(
+            target=ModelTarget(graphdef=graphdef, target_layer_ids=()),
+            proposer=doubles.Scripted(block_size=lines.shape[-1]),
+            models=Models(target=params, proposer=jnp.asarray(lines)),
+            vocab_size=VOCABULARY,
+            max_length=doubles.SLOTS,
+            **SHAPES | options,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def commonest(tiny_target):
+    """The token that the target's own streams contain most often."""
+    tokens = [doubles.plain_greedy(tiny_target, PROMPTS[n]) for n in doubles.RAGGED]
+    return int(np.argmax(np.bincount(np.concatenate(tokens))))
+
+
+@pytest.fixture(scope="session")
+def build_drafter(tiny_target, commonest):
+    """Random drafters; their Markov head, if any, knows which tokens follow which.
+
+    So some drafts stand. The mask token is one that the target emits.
+    """
+
+    @functools.cache
+    def build(**changes) -> Drafter:
+        config = {"mask_token": commonest, "confidence": None, "head": Markov(rank=VOCABULARY)}
+        drafter = sharpened(
+            Drafter(dataclasses.replace(DRAFTER, **config | changes), rngs=nnx.Rngs(1))
+        )
+        if drafter.config.head is not None:
+            counts = np.zeros((VOCABULARY, VOCABULARY), np.float32)
+            for prompt in PROMPTS.values():
+                stream = doubles.streams(tiny_target, [prompt])[0]
+                np.add.at(counts, (stream[:-1], stream[1:]), 1)
+            drafter.heads.head.w1[...] = jnp.eye(VOCABULARY)
+            drafter.heads.head.w2[...] = jnp.asarray(4 * (counts / counts.max(1, keepdims=True, initial=1)).T)
+        return drafter
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def drafted(tiny_target, build_drafter):
+    """Engines with a drafter; arguments change its config."""
+
+    @functools.cache
+    def build(**changes) -> Engine:
+        return engine(tiny_target, build_drafter(**changes), **SHAPES)
+
+    return build

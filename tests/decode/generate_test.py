@@ -1,0 +1,189 @@
+"""Losslessness: whatever is drafted, greedy output is the target's own."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dspark_jax.config import Markov
+from dspark_jax.decode import generate
+from dspark_jax.decode.draft import NoProposer
+from dspark_jax.decode.engine import Request, engine
+from dspark_jax.nn.target import Target
+
+from ..conftest import TARGET, sharpened
+from . import doubles
+from .conftest import PROMPTS, SHAPES
+
+NEW = 40
+RAGGED = tuple(PROMPTS[n] for n in doubles.RAGGED)
+SCRIPTS = (doubles.oracle, doubles.half, doubles.stubborn, doubles.adversary)
+
+
+def ask(prompts, new=NEW, **how) -> list[Request]:
+    return [Request(tokens=prompt, max_new_tokens=new, **how) for prompt in prompts]
+
+
+def assert_untouched(generations, expected):
+    """Same tokens, same count, same reason."""
+    for generation, tokens in zip(generations, expected, strict=True):
+        assert generation.tokens == tokens
+        assert generation.finish_reason == "length"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_output_is_the_targets_own_whatever_is_drafted(
+    tiny_target, greedy, scripted, script, size, rows
+):
+    prompts = RAGGED[-rows:]
+    streams = doubles.streams(tiny_target, prompts)
+    lines = script(streams, size)
+    generations = scripted(lines).generate(ask(prompts))
+    assert_untouched(generations, [greedy(prompt, NEW) for prompt in prompts])
+    for i, generation in enumerate(generations):
+        length = len(prompts[i])
+        expected = doubles.replay(lines[i], streams[i], length, length + NEW)
+        assert (generation.rounds, generation.survived) == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "accepted"), [(doubles.oracle, 4), (doubles.half, 2)], ids=["oracle", "half"]
+)
+def test_each_round_commits_what_stands_and_the_bonus(tiny_target, scripted, script, accepted):
+    lines = script(doubles.streams(tiny_target, RAGGED), 4)
+    for generation in scripted(lines).generate(ask(RAGGED)):
+        rounds = math.ceil((NEW - 1) / (accepted + 1))
+        assert generation.rounds == rounds
+        assert generation.survived == (rounds,) * accepted + (0,) * (4 - accepted)
+        assert generation.accepted_length == (NEW - 1) / rounds
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [
+        (1, 4),
+        (4, 1),
+        (4, 4),
+        (7, 4),
+        *(
+            pytest.param(size, rows, marks=pytest.mark.slow)
+            for size, rows in [(1, 1), (2, 1), (2, 4), (7, 1)]
+        ),
+    ],
+)
+def test_a_drafter_leaves_greedy_output_untouched(greedy, drafted, size, rows):
+    prompts = RAGGED[-rows:]
+    generations = drafted(block_size=size).generate(ask(prompts))
+    assert_untouched(generations, [greedy(prompt, NEW) for prompt in prompts])
+    for generation in generations:  # some drafts stand, some do not
+        assert 0 < generation.survived[0] < generation.rounds < NEW - 1
+
+
+@pytest.mark.parametrize(
+    ("predict_from_anchor", "head"), [(True, None), (False, None), (False, Markov(rank=97))]
+)
+def test_every_layout_is_lossless_with_and_without_a_head(
+    greedy, drafted, predict_from_anchor, head
+):
+    engine = drafted(predict_from_anchor=predict_from_anchor, head=head)
+    assert_untouched(engine.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
+
+
+def test_the_mask_token_is_a_token_like_any_other(greedy, drafted, commonest):
+    (generation,) = drafted(block_size=4).generate(ask(RAGGED[-1:]))
+    assert commonest in generation.tokens
+    assert generation.tokens == greedy(RAGGED[-1], NEW)
+
+
+@pytest.mark.parametrize("script", [doubles.half, doubles.stubborn], ids=["half", "stubborn"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_sliding_window_survives_long_decoding_and_refused_blocks(scripted, script, size):
+    """Seven windows long."""
+    config = dataclasses.replace(TARGET, windows=(8, None, 8, None))
+    target = sharpened(Target(config, rngs=nnx.Rngs(0)))
+    prompts = (PROMPTS[3], PROMPTS[5])
+    expected = [doubles.plain_greedy(target, prompt)[:56] for prompt in prompts]
+    assert expected[0] != doubles.plain_greedy(sharpened(Target(TARGET, rngs=nnx.Rngs(0))), prompts[0])[:56]
+    lines = script(doubles.streams(target, prompts), size)
+    assert_untouched(scripted(lines, target).generate(ask(prompts, 56)), expected)
+
+
+def test_rows_decode_as_if_they_were_alone(greedy, drafted):
+    """Sixteen rows of lengths 3 to 18, four, one: same tokens, same accepted counts."""
+    engine, prompts = drafted(block_size=4), tuple(PROMPTS.values())
+    sixteen = engine.generate(ask(prompts, 24))
+    assert_untouched(sixteen, [greedy(prompt, 24) for prompt in prompts])
+    assert engine.generate(ask(prompts, 24), batch_size=4) == sixteen
+    assert engine.generate(ask(prompts, 24), batch_size=1) == sixteen
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 47, 48])
+def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(scripted, tiny_target, length):
+    prompt = tuple(np.random.default_rng(length).integers(97, size=length).tolist())
+    lines = doubles.half(doubles.streams(tiny_target, [prompt]), 4)
+    (generation,) = scripted(lines).generate(ask([prompt], 8))
+    assert generation.tokens == doubles.plain_greedy(tiny_target, prompt)[:8]
+
+
+def test_a_drafter_corrupted_between_rounds_changes_nothing(greedy, drafted):
+    engine = drafted(block_size=4)
+    prompt, _ = doubles.padded(RAGGED[-1]), None
+    requests, progress = doubles.begin(engine, prompt, [len(RAGGED[-1])], NEW)
+    models = engine.models
+    for _ in range(NEW):
+        progress, commit = generate.advance(
+            engine.target, engine.proposer, models, requests, progress
+        )
+        noise = jax.tree.map(lambda x: jnp.roll(-2 * x, 1), models.proposer)
+        models = models.replace(proposer=noise)
+        if commit.done[0]:
+            break
+    length = len(RAGGED[-1])
+    assert tuple(progress.tokens[0, length : length + NEW].tolist()) == greedy(RAGGED[-1], NEW)
+
+
+def test_rounds_need_no_host(greedy, drafted):
+    engine, length = drafted(block_size=4), len(RAGGED[-1])
+    requests, progress = doubles.begin(engine, doubles.padded(RAGGED[-1]), [length], NEW)
+    with jax.transfer_guard("disallow"):
+        progress = doubles.finish(engine, requests, progress)
+    assert tuple(progress.tokens[0, length : length + NEW].tolist()) == greedy(RAGGED[-1], NEW)
+
+
+@pytest.mark.parametrize(
+    "proposer", [NoProposer(), doubles.TableDrafter(vocabulary=4, block_size=2)]
+)
+def test_ties_go_to_the_lowest_id_in_draft_verify_and_plain_decoding(proposer):
+    tied = np.tile(np.asarray([1, 3, 3, 0], np.float32), (85, 1))
+    engine = doubles.table_engine(proposer, tied, tied)
+    requests, progress = doubles.begin(engine, np.zeros((1, 8)), [1], 5)
+    progress = doubles.finish(engine, requests, progress)
+    assert progress.tokens[0, 1:6].tolist() == [1] * 5
+    assert progress.survived[0].tolist() == [2] * proposer.block_size
+
+
+def test_bf16_output_is_the_targets_own_up_to_near_ties(tiny_target, build_drafter):
+    """Teacher-forced: every token is the uncached pass's best, or within the stated gap."""
+
+    def halved(module):
+        graphdef, state = nnx.split(module)
+        return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+
+    target, prompt = halved(tiny_target), RAGGED[-1]
+    (generation,) = engine(target, halved(build_drafter(block_size=4)), **SHAPES).generate(
+        ask([prompt])
+    )
+    tokens = doubles.padded([*prompt, *generation.tokens])
+    logits = np.asarray(
+        doubles.forward(*nnx.split(target), tokens, np.arange(doubles.SLOTS)[None])
+    )[0]
+    where = np.arange(len(prompt), len(prompt) + NEW)
+    gap = logits.max(-1)[where - 1] - logits[where - 1, tokens[0, where]]
+    print("GAP", gap.max(), np.abs(logits).max())
+    assert gap.max() <= 2 * 2.0**-7 * np.abs(logits).max()

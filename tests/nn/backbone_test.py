@@ -1,0 +1,114 @@
+"""Blocks see the context they may see, themselves, and nothing else."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.nn.backbone import Backbone, block_attention
+
+LENGTH, ANCHORS = 12, jnp.asarray([[3, 5]])
+VALID = jnp.ones((1, 2), bool)
+VISIBLE = jnp.arange(LENGTH) < ANCHORS[..., None]
+
+
+@jax.jit
+def hidden_of(backbone, x, features, visible, valid, shift=0):
+    """Hidden states of blocks behind ANCHORS."""
+    positions = jnp.arange(LENGTH)[None] + shift
+    rows = ANCHORS[..., None] + jnp.arange(x.shape[2]) + shift
+    return backbone(x, backbone.context(features, positions), visible, valid, rows)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Block rows and context features."""
+    return (
+        jax.random.normal(jax.random.key(1), (1, 2, 4, 32)),
+        jax.random.normal(jax.random.key(2), (1, LENGTH, 64)),
+    )
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_block_depends_on_itself_and_the_context_before_its_anchor(
+    tiny_drafter, inputs, block
+):
+    def reading(x, features):
+        hidden = hidden_of(tiny_drafter.backbone, x, features, VISIBLE, VALID)
+        return jnp.sum(hidden[0, block, 0] * jnp.arange(1.0, 33.0))
+
+    own, context = jax.jit(jax.grad(reading, argnums=(0, 1)))(*inputs)
+    felt = jnp.abs(own[0]).max(-1)
+    assert (felt[block] > 0).all()  # every row, later ones included
+    assert not felt[1 - block].any()
+    anchor = int(ANCHORS[0, block])
+    felt = jnp.abs(context[0]).max(-1)
+    assert (felt[:anchor] > 0).all()
+    assert not felt[anchor:].any()
+
+
+def test_dummy_blocks_leave_the_others_alone_and_stay_finite(tiny_drafter, inputs):
+    def total(x, features, valid):
+        hidden = hidden_of(tiny_drafter.backbone, x, features, VISIBLE, valid)
+        return jnp.sum(hidden[:, 0] ** 2 * jnp.arange(32.0)), hidden
+
+    valid = jnp.asarray([[True, False]])
+    step = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+    (_, with_dummy), gradients = step(*inputs, valid)
+    (_, without), expected = step(*inputs, VALID)
+    chex.assert_tree_all_finite((with_dummy, gradients))
+    chex.assert_trees_all_equal(with_dummy[:, 0], without[:, 0])
+    chex.assert_trees_all_equal(gradients, expected)
+
+
+def test_a_block_behind_no_context_sees_itself(tiny_drafter, inputs):
+    x, features = inputs
+    nothing = jnp.zeros_like(VISIBLE)
+    hidden = hidden_of(tiny_drafter.backbone, x, features, nothing, VALID)
+    other = hidden_of(tiny_drafter.backbone, x, -features, nothing, VALID)
+    chex.assert_tree_all_finite(hidden)
+    chex.assert_trees_all_equal(hidden, other)
+
+
+def test_only_distances_between_positions_matter(tiny_drafter, inputs):
+    near = hidden_of(tiny_drafter.backbone, *inputs, VISIBLE, VALID)
+    far = hidden_of(tiny_drafter.backbone, *inputs, VISIBLE, VALID, 40)
+    chex.assert_trees_all_close(near, far, atol=1e-3)
+
+
+def test_feature_scales_multiply_the_taps(tiny_drafter, inputs):
+    x, features = inputs
+    config = dataclasses.replace(tiny_drafter.config, feature_scales=(0.5, 4.0))
+    scaled = tiny_drafter.backbone.__class__.__new__(Backbone)
+    scaled.__dict__.update(tiny_drafter.backbone.__dict__)
+    scaled.config = config
+    by_hand = features * jnp.repeat(jnp.asarray([0.5, 4.0]), 32)
+    chex.assert_trees_all_close(
+        hidden_of(scaled, x, features, VISIBLE, VALID),
+        hidden_of(tiny_drafter.backbone, x, by_hand, VISIBLE, VALID),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_block_attention_equals_a_loop_over_blocks_and_heads(key, cap):
+    keys = jax.random.split(key, 5)
+    q = jax.random.normal(keys[0], (2, 3, 4, 4, 8))
+    own_k, own_v = (jax.random.normal(k, (2, 3, 4, 2, 8)) for k in keys[1:3])
+    context_k, context_v = (jax.random.normal(k, (2, 2, 6, 8)) for k in keys[3:])
+    seen = np.asarray([[0, 2, 6], [1, 5, 3]])
+    visible, valid = jnp.arange(6) < seen[..., None], jnp.asarray(seen != 3)
+    out = block_attention(q, own_k, own_v, context_k, context_v, visible, valid, 0.3, cap)
+    for row, block, head in np.ndindex(2, 3, 4):
+        some, kv = seen[row, block], head // 2
+        k = jnp.concatenate([context_k[row, kv, :some], own_k[row, block, :, kv]])
+        v = jnp.concatenate([context_v[row, kv, :some], own_v[row, block, :, kv]])
+        scores = 0.3 * q[row, block, :, head] @ k.T
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        expected = jax.nn.softmax(scores) @ v * valid[row, block]
+        chex.assert_trees_all_close(
+            out[row, block, :, 8 * head : 8 * head + 8], expected, atol=1e-5
+        )
