@@ -101,17 +101,24 @@ def test_the_mask_token_is_a_token_like_any_other(greedy, drafted, commonest):
     assert generation.tokens == greedy(RAGGED[-1], NEW)
 
 
+@pytest.fixture(scope="module")
+def windowed():
+    """The tiny target with sliding windows; nothing else differs."""
+    config = dataclasses.replace(TARGET, windows=(8, None, 8, None))
+    return sharpened(Target(config, rngs=nnx.Rngs(0)))
+
+
 @pytest.mark.parametrize("script", [doubles.half, doubles.stubborn], ids=["half", "stubborn"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_sliding_window_survives_long_decoding_and_refused_blocks(scripted, script, size):
+def test_a_sliding_window_survives_long_decoding_and_refused_blocks(
+    windowed, greedy, scripted, script, size
+):
     """Seven windows long."""
-    config = dataclasses.replace(TARGET, windows=(8, None, 8, None))
-    target = sharpened(Target(config, rngs=nnx.Rngs(0)))
-    prompts = (PROMPTS[3], PROMPTS[5])
-    expected = [doubles.plain_greedy(target, prompt)[:56] for prompt in prompts]
-    assert expected[0] != doubles.plain_greedy(sharpened(Target(TARGET, rngs=nnx.Rngs(0))), prompts[0])[:56]
-    lines = script(doubles.streams(target, prompts), size)
-    assert_untouched(scripted(lines, target).generate(ask(prompts, 56)), expected)
+    prompt, new = PROMPTS[3], 57
+    expected = doubles.plain_greedy(windowed, prompt)[:new]
+    assert expected != greedy(prompt, new)
+    lines = script(doubles.streams(windowed, [prompt]), size)
+    assert_untouched(scripted(lines, windowed).generate(ask([prompt], new)), [expected])
 
 
 def test_rows_decode_as_if_they_were_alone(greedy, drafted):
@@ -133,9 +140,8 @@ def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(scripted, tiny_target, len
 
 def test_a_drafter_corrupted_between_rounds_changes_nothing(greedy, drafted):
     engine = drafted(block_size=4)
-    prompt, _ = doubles.padded(RAGGED[-1]), None
-    requests, progress = doubles.begin(engine, prompt, [len(RAGGED[-1])], NEW)
-    models = engine.models
+    length, models = len(RAGGED[-1]), engine.models
+    requests, progress = doubles.begin(engine, doubles.padded(RAGGED[-1]), [length], NEW)
     for _ in range(NEW):
         progress, commit = generate.advance(
             engine.target, engine.proposer, models, requests, progress
@@ -144,7 +150,6 @@ def test_a_drafter_corrupted_between_rounds_changes_nothing(greedy, drafted):
         models = models.replace(proposer=noise)
         if commit.done[0]:
             break
-    length = len(RAGGED[-1])
     assert tuple(progress.tokens[0, length : length + NEW].tolist()) == greedy(RAGGED[-1], NEW)
 
 
