@@ -4,7 +4,7 @@ dspark train configs/smollm2.py --data answers.jsonl
 
 `answers.jsonl` holds conversations the target has answered (`tokens` and `reply_start`, or
 `messages`). Hardware: 2 CPU cores, 20 minutes for the target's features of 400,000 tokens (5.4 GB
-on disk), then 90 minutes. Accepted length: see the README's table.
+on disk), then 75 minutes. Accepted length: see the README's table.
 """
 
 from dspark_jax.config import DrafterRecipe, Losses, Markov, Optimizer, TrainConfig
@@ -22,10 +22,12 @@ config = TrainConfig(
     ),
     losses=Losses(cross_entropy=1.0, l1=0.9, confidence=0.5),
     optimizer=Optimizer(learning_rate=1.5e-3, warmup=0.05),
-    steps=6500,
+    steps=8500,
     batch_size=4,
-    num_anchors=12,
-    anchor_chunk=48,
+    num_anchors=20,
+    anchor_chunk=80,
+    frequent_tokens=6144,
+    drawn_tokens=2048,
     max_length=384,
     max_cache_bytes=8_000_000_000,
     save_every=250,

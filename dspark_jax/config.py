@@ -180,6 +180,8 @@ class TrainConfig:
     batch_size: int = 8  # conversations a step
     num_anchors: int = 512  # A, blocks a conversation
     anchor_chunk: int = 64  # blocks whose logits exist at once
+    frequent_tokens: int = 0  # sampled softmax: tokens always in the loss; 0 = the whole vocabulary
+    drawn_tokens: int = 0  # sampled softmax: other tokens drawn each step
     max_length: int = 4096  # tokens a conversation, cut on the right
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
@@ -203,6 +205,11 @@ class TrainConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
+        if bool(self.frequent_tokens) != bool(self.drawn_tokens):
+            raise ValueError(
+                f"frequent_tokens = {self.frequent_tokens}, drawn_tokens = {self.drawn_tokens}: "
+                "set both for a sampled softmax, or neither"
+            )
         blocks = self.batch_size * self.num_anchors
         if blocks % self.anchor_chunk:
             raise ValueError(

@@ -91,7 +91,7 @@ class DrafterProposer:
             jnp.ones((anchors.shape[0], 1), bool),
         )[:, 0]
         base = drafter.heads.base_logits(lent, hidden)
-        state, transition = drafter.heads.transition(vocabulary=base.shape[-1])
+        state, transition = drafter.heads.transition(among=slice(base.shape[-1]))
         across = Slots(
             logits=jnp.swapaxes(base, 0, 1), hidden=jnp.swapaxes(hidden, 0, 1), keys=keys.T
         )

@@ -58,14 +58,17 @@ class Heads(nnx.Module):
         rows = self.head.rows(prev) if self.config.confidence.with_markov else None
         return self.confidence_head(hidden, rows)
 
-    def transition(self, vocabulary: int | None = None) -> tuple[tuple[()], Transition]:
+    def transition(
+        self, among: slice | Int[Array, "V"] = slice(None)
+    ) -> tuple[tuple[()], Transition]:
         """The head's initial state and transition, as `walk` and `follow` take them.
 
-        A head whose tables have padding rows beyond the target's `vocabulary` never drafts them.
+        Args:
+          among: next tokens to consider; tables may have padding rows behind the vocabulary.
         """
         if self.head is None:
             return (), lambda state, prev, hidden: (state, jnp.zeros((), jnp.float32))
-        return (), lambda state, prev, hidden: (state, self.head.bias(prev, hidden)[:, :vocabulary])
+        return (), lambda state, prev, hidden: (state, self.head.bias(prev, hidden, among))
 
 
 class Drafter(nnx.Module):

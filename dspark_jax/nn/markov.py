@@ -24,8 +24,11 @@ class MarkovHead(nnx.Module):
         return self.w1[...][prev]
 
     def bias(
-        self, prev: Int[Array, "*rows"], hidden: Float[Array, "*rows D"]
+        self,
+        prev: Int[Array, "*rows"],
+        hidden: Float[Array, "*rows D"],
+        among: slice | Int[Array, "V"] = slice(None),
     ) -> Float[Array, "*rows V"]:
-        """Transition bias towards every next token, in fp32."""
+        """Transition bias towards every next token, or some of them, in fp32."""
         del hidden  # the vanilla gate does not look at it
-        return project(self.rows(prev), self.w2[...])
+        return project(self.rows(prev), self.w2[...][among])

@@ -21,7 +21,7 @@ from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import data, features, initial, optimizer
+from dspark_jax.train import data, features, initial, optimizer, vocabulary
 from dspark_jax.train.losses import Tally
 from dspark_jax.train.step import TrainState, train_step
 
@@ -66,10 +66,20 @@ def run(
         log.info("resumed at step %d", int(state.step))
     step = jax.jit(
         functools.partial(
-            train_step, chain, graphdef, config.losses, config.num_anchors, config.anchor_chunk
+            train_step,
+            chain,
+            graphdef,
+            config.losses,
+            config.num_anchors,
+            config.anchor_chunk,
+            config.drawn_tokens,
         ),
         donate_argnums=0,
     )
+    split = None
+    if config.frequent_tokens:
+        split = vocabulary.split(samples, target.config.vocab_size, config.frequent_tokens)
+    step = functools.partial(step, split=split)
     try:
         state = _steps(config, step, state, target, batches, checkpoints, report)
     finally:

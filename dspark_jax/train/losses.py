@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import Losses
 from dspark_jax.nn.drafter import Heads, Lent
+from dspark_jax.train.vocabulary import Subset
 from dspark_jax.walk import follow
 
 
@@ -64,11 +65,15 @@ class Tally:
 
 
 def draft_logits(
-    heads: Heads, lent: Lent, hidden: Float[Array, "N K D"], prevs: Int[Array, "N K"]
+    heads: Heads,
+    lent: Lent,
+    hidden: Float[Array, "N K D"],
+    prevs: Int[Array, "N K"],
+    among: slice | Int[Array, "V"] = slice(None),
 ) -> Float[Array, "N K V"]:
-    """Corrected logits along given predecessors."""
+    """Corrected logits along given predecessors; `among` are the tokens of the lent head."""
     base = heads.base_logits(lent, hidden)
-    state, transition = heads.transition()
+    state, transition = heads.transition(among)
     bias = follow(transition, state, prevs.T, jnp.swapaxes(hidden, 0, 1))
     return base + jnp.moveaxis(bias, 0, 1) if heads.head is not None else base
 
@@ -79,13 +84,15 @@ def chunk_loss(
     hidden: Float[Array, "N K D"],
     given: Supervision,
     lent: Lent,
+    subset: Subset | None,
 ) -> tuple[Float[Array, ""], Tally]:
     """Weighted loss of some blocks, and what it is made of."""
-    logits = draft_logits(heads, lent, hidden, given.prevs)
+    among, log_share = (slice(None), 0.0) if subset is None else (subset.tokens, subset.log_share)
+    logits = draft_logits(heads, lent, hidden, given.prevs, among)
     target_logits = jax.lax.stop_gradient(heads.base_logits(lent, given.target_hidden))
-    log_probs = jax.nn.log_softmax(logits)
+    log_probs = jax.nn.log_softmax(logits + log_share)
     label = jnp.take_along_axis(log_probs, given.labels[..., None], -1)[..., 0]
-    l1 = jnp.sum(jnp.abs(jnp.exp(log_probs) - jax.nn.softmax(target_logits)), -1)
+    l1 = jnp.sum(jnp.abs(jnp.exp(log_probs) - jax.nn.softmax(target_logits + log_share)), -1)
     accept = jax.lax.stop_gradient(jnp.clip(1 - l1 / 2, 0, 1))
     cross_entropy = -jnp.sum(given.weights * label)
     weighted_l1 = jnp.sum(given.weights * l1)
@@ -124,32 +131,36 @@ def block_loss(
     given: Supervision,
     lent: Lent,
     chunk: int,
+    subset: Subset | None = None,
 ) -> tuple[Float[Array, ""], Tally]:
-    """The loss of all blocks, `chunk` blocks at a time (a divisor of their number)."""
+    """The loss of all blocks, `chunk` blocks at a time (a divisor of their number).
+
+    With a `subset`, labels are places in it and the lent head holds its rows alone.
+    """
 
     def split(x):
         return x.reshape(-1, chunk, *x.shape[1:])
 
     term = functools.partial(chunk_loss, losses)
     chunks = jax.tree.map(split, given)
-    return _sweep(term, heads, split(hidden), chunks, lent)
+    return _sweep(term, heads, split(hidden), chunks, (lent, subset))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sweep(term, heads, hidden, given, lent):
-    """Sum of term(heads, hidden[i], given[i], lent)."""
+def _sweep(term, heads, hidden, given, frozen):
+    """Sum of term(heads, hidden[i], given[i], *frozen)."""
 
     def body(chunk):
-        return term(heads, *chunk, lent), None
+        return term(heads, *chunk, *frozen), None
 
     return _accumulate(body, (hidden, given))[0]
 
 
-def _sweep_forward(term, heads, hidden, given, lent):
+def _sweep_forward(term, heads, hidden, given, frozen):
     gradient = jax.value_and_grad(term, argnums=(0, 1), has_aux=True)
 
     def body(chunk):
-        value, (d_heads, d_hidden) = gradient(heads, *chunk, lent)
+        value, (d_heads, d_hidden) = gradient(heads, *chunk, *frozen)
         return (value, d_heads), d_hidden
 
     (value, d_heads), d_hidden = _accumulate(body, (hidden, given))

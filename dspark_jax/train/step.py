@@ -13,8 +13,9 @@ from dspark_jax.base import Batch, Blocks, Params
 from dspark_jax.config import Losses
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
-from dspark_jax.train import anchors
+from dspark_jax.train import anchors, vocabulary
 from dspark_jax.train.losses import Supervision, Tally, block_loss
+from dspark_jax.train.vocabulary import Subset
 
 
 @chex.dataclass(frozen=True)
@@ -59,9 +60,25 @@ def ask(target: Target, batch: Batch, target_layer_ids: tuple[int, ...]) -> Know
 
 
 def loss(
-    drafter: Drafter, known: Knowledge, blocks: Blocks, tokens: Array, losses: Losses, chunk: int
+    drafter: Drafter,
+    known: Knowledge,
+    blocks: Blocks,
+    tokens: Int[Array, "B T"],
+    losses: Losses,
+    chunk: int,
+    subset: Subset | None = None,
 ) -> tuple[Float[Array, ""], Tally]:
-    """The loss of a batch cut into blocks, with one global denominator."""
+    """The loss of a batch cut into blocks, with one global denominator.
+
+    Args:
+      drafter: what is trained.
+      known: what the target says.
+      blocks: the batch, cut.
+      tokens: the batch's ids.
+      losses: weights of the terms.
+      chunk: blocks whose logits exist at once.
+      subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
+    """
     length = tokens.shape[1]
     rows = jnp.arange(tokens.shape[0])[:, None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -70,18 +87,22 @@ def loss(
     hidden = drafter.hidden(
         known.lent, tokens[rows, blocks.anchors], blocks.anchors, context, visible, blocks.valid
     )
-    weights = anchors.weights(blocks.counted, losses.decay)
+    weights, labels, lent = anchors.weights(blocks.counted, losses.decay), blocks.labels, known.lent
+    if subset is not None:
+        labels = vocabulary.locate(subset, labels, lent.head.shape[0])
+        weights, labels = weights * (labels >= 0), jnp.maximum(labels, 0)
+        lent = lent.replace(head=lent.head[subset.tokens])
     ahead = jnp.arange(blocks.labels.shape[-1])
     before_label = jnp.minimum(blocks.anchors[..., None] + ahead, length - 2)
     given = Supervision(
         prevs=blocks.prevs,
-        labels=blocks.labels,
+        labels=labels,
         counted=blocks.counted,
         weights=weights / (jnp.sum(weights) + 1e-6),
         target_hidden=known.hidden[rows[..., None], before_label],
     )
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given))
-    return block_loss(losses, drafter.heads, *flat, known.lent, chunk)
+    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset)
 
 
 def train_step(
@@ -90,11 +111,26 @@ def train_step(
     losses: Losses,
     num_anchors: int,
     chunk: int,
+    drawn: int,
     state: TrainState,
     target: Target,
     batch: Batch,
+    split: vocabulary.Split | None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Samples anchors, forms the gradient, updates the parameters."""
+    """Samples anchors, forms the gradient, updates the parameters.
+
+    Args:
+      optimizer: the chain.
+      graphdef: the drafter's structure.
+      losses: weights of the terms.
+      num_anchors: blocks a conversation.
+      chunk: blocks whose logits exist at once.
+      drawn: infrequent tokens in the loss of a step, if the vocabulary is split.
+      state: before the step.
+      target: the frozen model.
+      batch: conversations.
+      split: the vocabulary by frequency; None = the loss runs over all of it.
+    """
     config = nnx.merge(graphdef, state.params).config
     known = ask(target, batch, config.target_layer_ids)
     key = jax.random.fold_in(state.key, state.step)
@@ -102,9 +138,12 @@ def train_step(
         batch, *anchors.sample(key, batch.loss_mask, num_anchors), config.block_size
     )
 
+    draw_key = jax.random.fold_in(key, 1)
+    subset = None if split is None else vocabulary.draw(draw_key, split, drawn)
+
     def objective(params):
         drafter = nnx.merge(graphdef, params)
-        return loss(drafter, known, blocks, batch.tokens, losses, chunk)
+        return loss(drafter, known, blocks, batch.tokens, losses, chunk, subset)
 
     (value, tally), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)

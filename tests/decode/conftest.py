@@ -19,7 +19,9 @@ from . import doubles
 
 _SEEDS = {3: 3, 7: 0, 12: 2, 18: 4}  # chosen for varied continuations
 PROMPTS = {
-    length: tuple(np.random.default_rng([_SEEDS.get(length, 0), length]).integers(97, size=length).tolist())
+    length: tuple(
+        np.random.default_rng([_SEEDS.get(length, 0), length]).integers(97, size=length).tolist()
+    )
     for length in range(3, 19)
 }
 SHAPES = {"chunk": 16, "smallest_bucket": doubles.SLOTS}
@@ -88,7 +90,9 @@ def build_drafter(tiny_target, commonest):
                 stream = doubles.streams(tiny_target, [prompt])[0]
                 np.add.at(counts, (stream[:-1], stream[1:]), 1)
             drafter.heads.head.w1[...] = jnp.eye(VOCABULARY)
-            drafter.heads.head.w2[...] = jnp.asarray(4 * (counts / counts.max(1, keepdims=True, initial=1)).T)
+            drafter.heads.head.w2[...] = jnp.asarray(
+                4 * (counts / counts.max(1, keepdims=True, initial=1)).T
+            )
         return drafter
 
     return build

@@ -44,7 +44,11 @@ def test_both_layouts_give_one_row_a_drafted_token(tiny_drafter, lent):
     anchors, valid = jnp.asarray([[7, 9]]), jnp.ones((1, 2), bool)
     behind = with_layout(tiny_drafter, predict_from_anchor=False)
     longer = dataclasses.replace(tiny_drafter.config, block_size=5)
-    assert (behind.config.num_inputs, tiny_drafter.config.num_inputs, longer.num_inputs) == (5, 4, 5)
+    assert (behind.config.num_inputs, tiny_drafter.config.num_inputs, longer.num_inputs) == (
+        5,
+        4,
+        5,
+    )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(longer, rngs=nnx.Rngs(0))))
     first = nnx.merge(graphdef, nnx.state(tiny_drafter))
     hidden = hidden_of(behind, lent, anchors, valid)
@@ -111,7 +115,7 @@ def test_a_head_with_padding_rows_never_drafts_them(tiny_drafter, lent, key):
     heads.head.w2.set_value(jnp.zeros((104, 4)).at[97:].set(1e6))
     hidden = jax.random.normal(key, (4, 2, 32))
     base = heads.base_logits(lent, hidden)
-    state, transition = heads.transition(vocabulary=97)
+    state, transition = heads.transition(among=slice(97))
     tokens, _ = walk(
         transition,
         lambda logits, keys: (jnp.argmax(logits, -1), None),

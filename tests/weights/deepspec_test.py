@@ -43,7 +43,11 @@ def test_cached_rounds_equal_the_reference(name):
         expected = {
             field: golden.get(f"round{number}.{field}")
             for field in (
-                "start", "block_hidden", "base_logits", "draft_logits", "tokens",
+                "start",
+                "block_hidden",
+                "base_logits",
+                "draft_logits",
+                "tokens",
                 "confidence_logits",
             )
         }
@@ -64,9 +68,7 @@ def test_cached_rounds_equal_the_reference(name):
         assert_close(drafter.heads.base_logits(lent, hidden), expected["base_logits"])
         assert (drafter.config.confidence is None) == (expected["confidence_logits"] is None)
         if drafter.config.confidence is not None:
-            confidence = drafter.heads.confidence(
-                jnp.asarray(expected["tokens"][:, :-1]), hidden
-            )
+            confidence = drafter.heads.confidence(jnp.asarray(expected["tokens"][:, :-1]), hidden)
             assert_close(confidence, expected["confidence_logits"])
         done = start
 
