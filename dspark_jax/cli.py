@@ -14,10 +14,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax import bench, evaluate
+from dspark_jax import bench
 from dspark_jax.config import TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
+from dspark_jax.evaluate import summarise
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train import session
 from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
@@ -158,7 +159,7 @@ def run_generate(args: Generate) -> None:
             collected.append(item)
             label = {"decoding": name} if args.compare else {}
             _print_answer(item, label, args.json, len(prompts))
-        summaries[name] = evaluate.summarise(collected)
+        summaries[name] = summarise(collected)
     if args.compare:
         _print_comparison(args, speculative, target, prompts, options, summaries)
 
@@ -262,9 +263,9 @@ def run_evaluate(args: Evaluate) -> None:
             prompts = [dataclasses.replace(p, turns=p.turns[:1]) for p in prompts]
         _warm_up(one, target, prompts, options, args.batch_size, False)
         found = list(answer.answers(one, target.tokenizer, prompts, options, args.batch_size))
-        rows[Path(spec).name] = evaluate.summarise(found)
+        rows[Path(spec).name] = summarise(found)
         everything += found
-    rows["all"] = evaluate.summarise(everything)
+    rows["all"] = summarise(everything)
     if args.json:
         for name, summary in rows.items():
             print(json.dumps({"prompts": name, **summary.record()}), flush=True)

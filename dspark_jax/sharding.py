@@ -20,7 +20,7 @@ TABLE: tuple[tuple[str, P], ...] = (
     (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.bias$", P("tensor")),
     (r"\.(o_proj|down_proj)\.weight$", P(None, "tensor")),
     (r"\.mlp\.(gate_proj|up_proj|down_proj)$", P("tensor", None, None)),  # experts
-    (r"^(embed_tokens|lm_head)$", P("tensor", None)),
+    (r"(^|\.)(embed_tokens|lm_head)$", P("tensor", None)),
     (r"", P()),
 )
 

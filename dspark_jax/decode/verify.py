@@ -5,6 +5,7 @@ p_j(x_j); at the first refusal the next token comes from the residual max(p - q,
 one-hot this is greedy decoding, which is written out because it needs no distributions.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ class Rule(NamedTuple):
     """
 
     choose: Choose
-    accept: Choose
+    accept: Callable[..., Verdict]
 
 
 def rule(sampling: Sampling | None) -> Rule:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark_jax.base import Batch
 
-Render = Callable[[list[dict]], tuple[list[int], list[int]]]
+Render = Callable[[list[dict]], tuple[list[int], list[bool]]]  # messages -> tokens, loss mask
 
 
 @chex.dataclass(frozen=True)

@@ -1,0 +1,172 @@
+"""The law of whole outputs: speculative decoding draws from the target's own, exactly."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.decode.draft import NoProposer
+from dspark_jax.decode.verify import residual
+from dspark_jax.sampling import Sampling, law
+
+from ..laws import assert_follows
+from . import doubles
+
+VOCABULARY, LENGTH, MANY = 3, 4, 20_000  # tokens of an output; the first comes from the prefill
+NODES = 1 + 3 + 9 + 27
+TEMPERATURES = [0.3, 1.0, 1.7]
+FILTERS = {"plain": {}, "top-k": {"top_k": 2}, "top-p": {"top_p": 0.8}}
+
+# Next-token probabilities, a row a prefix of length 0..3, breadth first. Written by hand for short
+# prefixes; the longest ones repeat six rows.
+SHORT = [
+    [0.5, 0.3, 0.2],
+    [0.1, 0.6, 0.3], [0.3, 0.35, 0.35], [0.7, 0.2, 0.1],
+    [0.2, 0.5, 0.3], [0.05, 0.05, 0.9], [0.4, 0.4, 0.2], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4],
+    [0.15, 0.8, 0.05], [0.25, 0.25, 0.5], [0.45, 0.15, 0.4], [0.1, 0.2, 0.7],
+]  # fmt: skip
+LONG = [[0.2, 0.2, 0.6], [0.5, 0.4, 0.1], [0.1, 0.7, 0.2], [0.4, 0.3, 0.3], [0.05, 0.35, 0.6]]
+TARGET = np.log(np.asarray([*SHORT, *itertools.islice(itertools.cycle(LONG), 27)], np.float32))
+
+DRAFTERS = {
+    "another law": np.roll(TARGET, 1, axis=0) * 0.8,
+    "the target's law": TARGET,
+    "the opposite law": -2 * TARGET,
+}
+
+
+def how_of(rows, temperature, top_k=0, top_p=1.0) -> Sampling:
+    return Sampling(
+        temperature=jnp.full((rows,), temperature, jnp.float32),
+        top_k=jnp.full((rows,), top_k, jnp.int32),
+        top_p=jnp.full((rows,), top_p, jnp.float32),
+    )
+
+
+def laws_of(table, temperature, **filters) -> np.ndarray:
+    """Every prefix's processed law."""
+    table = jnp.asarray(table, jnp.float32)
+    return np.asarray(law(table, how_of(len(table), temperature, **filters)), np.float64)
+
+
+def node(prefix) -> int:
+    """Row of a prefix."""
+    return functools.reduce(lambda n, token: n * VOCABULARY + 1 + token, prefix[:3], 0)
+
+
+def outputs():
+    return itertools.product(range(VOCABULARY), repeat=LENGTH)
+
+
+def plain_law(p) -> np.ndarray:
+    """Token by token."""
+    return np.asarray(
+        [np.prod([p[node(out[:i]), out[i]] for i in range(LENGTH)]) for out in outputs()]
+    )
+
+
+def speculative_law(p, q, size) -> np.ndarray:
+    """All drafts, all events of acceptance, all bonus tokens, round after round."""
+    rest = np.asarray(residual(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
+
+    @functools.cache
+    def rounds(prefix) -> dict:
+        if len(prefix) >= LENGTH:
+            return {prefix[:LENGTH]: 1.0}
+        result: dict = {}
+
+        def commit(committed, weight):
+            for output, chance in rounds(prefix + committed).items():
+                result[output] = result.get(output, 0.0) + weight * chance
+
+        def drafted(tokens, weight):  # tokens stand so far
+            here = node(prefix + tokens)
+            if len(tokens) == size:
+                for bonus in range(VOCABULARY):
+                    commit((*tokens, bonus), weight * p[here, bonus])
+                return
+            for token in range(VOCABULARY):
+                drawn = weight * q[here, token]
+                if drawn == 0:
+                    continue
+                stands = min(1.0, p[here, token] / q[here, token])
+                for bonus in range(VOCABULARY):
+                    commit((*tokens, bonus), drawn * (1 - stands) * rest[here, bonus])
+                drafted((*tokens, token), drawn * stands)
+
+        drafted((), 1.0)
+        return result
+
+    first = {}
+    for token in range(VOCABULARY):
+        for output, chance in rounds((token,)).items():
+            first[output] = first.get(output, 0.0) + p[0, token] * chance
+    return np.asarray([first.get(out, 0.0) for out in outputs()])
+
+
+def sampled_outputs(proposer, params, how) -> np.ndarray:
+    """Outputs as cells 0, 1, ..., one a row, through prefill and rounds."""
+    rows = how.temperature.shape[0]
+    engine = doubles.table_engine(proposer, TARGET, params)
+    requests, progress = doubles.begin(engine, np.zeros((rows, 8)), np.ones(rows), LENGTH, how)
+    progress = doubles.finish(engine, requests, progress)
+    assert np.all(progress.lengths == 1 + LENGTH)
+    tokens = np.asarray(progress.tokens[:, 1 : 1 + LENGTH])
+    return tokens @ VOCABULARY ** np.arange(LENGTH)[::-1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_enumerated_law_is_the_targets(size, temperature, filters, drafter):
+    p = laws_of(TARGET, temperature, **filters)
+    q = laws_of(DRAFTERS[drafter], temperature, **filters)
+    np.testing.assert_allclose(speculative_law(p, q, size), plain_law(p), atol=1e-6)
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sampled_outputs_follow_the_targets_law(size, temperature, filters):
+    proposer = doubles.TableDrafter(VOCABULARY, size)
+    how = how_of(MANY, temperature, **filters)
+    cells = sampled_outputs(proposer, DRAFTERS["another law"], how)
+    assert_follows(cells, plain_law(laws_of(TARGET, temperature, **filters)))
+
+
+@pytest.mark.parametrize("drafter", ["the target's law", "the opposite law", "always 2", "none"])
+def test_the_law_holds_for_any_source_of_drafts(drafter):
+    if drafter == "none":
+        proposer, params = NoProposer(), ()
+    elif drafter == "always 2":  # certain of it
+        proposer, params = doubles.Scripted(2), np.full((MANY, 8, 2), 2, np.int32)
+    else:
+        proposer, params = doubles.TableDrafter(VOCABULARY, 2), DRAFTERS[drafter]
+    cells = sampled_outputs(proposer, params, how_of(MANY, 1.0))
+    assert_follows(cells, plain_law(laws_of(TARGET, 1.0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_two_hundred_thousand_outputs_are_within_a_hundredth(size):
+    cells = sampled_outputs(
+        doubles.TableDrafter(VOCABULARY, size),
+        DRAFTERS["another law"],
+        how_of(200_000, 1.0),
+    )
+    law_ = plain_law(laws_of(TARGET, 1.0))
+    assert 0.5 * np.abs(np.bincount(cells, minlength=law_.size) / 200_000 - law_).sum() < 0.01
+    assert_follows(cells, law_)
+
+
+def test_a_batch_may_mix_greedy_and_sampled_rows():
+    """T = 0, 1, 0, 0.5: greedy rows are all alike, sampled rows follow their own laws."""
+    temperatures = np.asarray([0.0, 1.0, 0.0, 0.5])
+    how = how_of(MANY, 0.0).replace(temperature=jnp.tile(jnp.asarray(temperatures, jnp.float32), MANY // 4))
+    cells = sampled_outputs(doubles.TableDrafter(VOCABULARY, 2), DRAFTERS["another law"], how)
+    for i, temperature in enumerate(temperatures):
+        assert_follows(cells[i::4], plain_law(laws_of(TARGET, temperature)))
