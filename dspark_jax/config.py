@@ -90,7 +90,34 @@ class Markov:
     """First-order head: logits_t(b | a) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>."""
 
     rank: int = 256  # R, width of the two tables
-    gate: Literal["vanilla"] = "vanilla"  # g: vanilla = 1
+    gate: Literal["vanilla", "gated", "linear"] = "vanilla"  # g: 1, sigmoid(W [h; W1[a]]), H h
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """DSpark's rnn head: a state of the block's prefix decides the bias."""
+
+    rank: int = 256  # R, width of the tables and of the state
+
+
+@dataclasses.dataclass(frozen=True)
+class Domino:
+    """Domino's head: a GRU over the target's embeddings of the block's prefix."""
+
+    rank: int = 256  # R, width of the bottleneck and of the vocabulary table
+    gru_width: int = 1024  # width of the GRU's state
+    pure_prefix: int = 1  # first predictions of a block that keep the base logits
+
+
+Head = Markov | Recurrent | Domino  # a correction head; None = DFlash
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """DFlash-2's grouped dynamic causal convolutions around attention and MLP."""
+
+    kernel_size: int = 2  # taps: the row itself and those before it
+    group_size: int = 16  # channels that share a dynamic correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +138,7 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]  # tapped target layers (raw outputs; -1 = embeddings)
     mask_token: int  # id that fills the block behind the anchor
     predict_from_anchor: bool  # True: K inputs, slot k predicts anchor+1+k; False: K+1 inputs
-    head: Markov | None = None  # correction head, None = DFlash
+    head: Head | None = None  # correction head, None = DFlash
     confidence: Confidence | None = None  # confidence head, None = none
     feature_scales: tuple[float, ...] = ()  # fixed factor on each tap before fc; () = ones
     embedding_scale: float | None = None  # multiplies the lent embedding
@@ -137,7 +164,7 @@ class DrafterRecipe:
     mask_token: int | None = None  # required: a reserved row of the target's embedding
     target_layer_ids: tuple[int, ...] = ()  # () = five layers, evenly spread
     predict_from_anchor: bool = True  # DSpark layout; False = z-lab DFlash
-    head: Markov | None = Markov()  # correction head
+    head: Head | None = Markov()  # correction head
     confidence: Confidence | None = Confidence()  # confidence head
     start: Literal["random", "target_last"] = "random"  # initial backbone layers
     scale_features: bool = False  # measure each tap and bring it to unit mean square

@@ -25,7 +25,7 @@ def head(request, tiny_drafter):
     if request.param == "stateful":
         return jnp.zeros((BATCH, VOCABULARY)), running
     if request.param == "markov":
-        return tiny_drafter.heads.transition(among=slice(VOCABULARY))
+        return tiny_drafter.heads.transition(BATCH, slice(VOCABULARY))
     return (), lambda state, prev, hidden: (state, jnp.zeros(()))
 
 

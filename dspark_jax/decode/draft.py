@@ -7,10 +7,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from dspark_jax.base import Cache, Choose, Draft, Params
+from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.nn.backbone import Context
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.layers import write_slots
-from dspark_jax.walk import Slots, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,7 @@ class DrafterProposer:
 
     graphdef: nnx.GraphDef
     block_size: int
+    candidates: Candidates = Candidates()
 
     def init_cache(self, params: Params, batch: int, slots: int) -> tuple[Context, ...]:
         """Empty keys and values of context features, one pair a layer."""
@@ -91,20 +92,18 @@ class DrafterProposer:
             jnp.ones((anchors.shape[0], 1), bool),
         )[:, 0]
         base = drafter.heads.base_logits(lent, hidden)
-        state, transition = drafter.heads.transition(among=slice(base.shape[-1]))
-        across = Slots(
-            logits=jnp.swapaxes(base, 0, 1), hidden=jnp.swapaxes(hidden, 0, 1), keys=keys.T
-        )
-        tokens, probs = walk(transition, choose, state, anchors, across)
-        return Draft(tokens=tokens.T, probs=None if probs is None else jnp.swapaxes(probs, 0, 1))
+        return propose(drafter.heads, lent, anchors, hidden, base, choose, keys, self.candidates)
 
     def _merge(self, params: Params) -> Drafter:
         return nnx.merge(self.graphdef, params)
 
 
-def proposer(drafter: Drafter | None) -> tuple[DrafterProposer | NoProposer, Params]:
+def proposer(
+    drafter: Drafter | None, candidates: Candidates = Candidates()
+) -> tuple[DrafterProposer | NoProposer, Params]:
     """The functions and parameters of a drafter; None = plain decoding."""
     if drafter is None:
         return NoProposer(), ()
     graphdef, params = nnx.split(drafter)
-    return DrafterProposer(graphdef=graphdef, block_size=drafter.config.block_size), params
+    size = drafter.config.block_size
+    return DrafterProposer(graphdef=graphdef, block_size=size, candidates=candidates), params

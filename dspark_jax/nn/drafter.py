@@ -1,5 +1,7 @@
 """Drafter = (backbone, head, confidence) from a config, and the heads' binding to the walk."""
 
+from typing import Any
+
 import chex
 import jax.numpy as jnp
 from flax import nnx
@@ -7,11 +9,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.base import Transition
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
+from dspark_jax.nn.domino import DominoHead
 from dspark_jax.nn.layers import project, softcap
-from dspark_jax.nn.markov import MarkovHead
+from dspark_jax.nn.markov import MarkovHead, RecurrentHead
 
 
 @chex.dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Heads(nnx.Module):
     def __init__(self, config: DrafterConfig, dtype: DTypeLike, *, rngs: nnx.Rngs):
         head, confidence = config.head, config.confidence
         with_markov = confidence is not None and confidence.with_markov
-        if with_markov and head is None:
+        if with_markov and not isinstance(head, Markov | Recurrent):
             raise ValueError(
-                "confidence.with_markov = True needs a Markov head, and head = None: "
+                f"confidence.with_markov = True needs a Markov head, and head = {head}: "
                 "set confidence.with_markov = False"
             )
-        self.head = None if head is None else MarkovHead(head, config.vocab_size, dtype, rngs=rngs)
+        self.head = _build_head(config, dtype, rngs)
         rank = head.rank if with_markov else 0
         self.confidence_head = (
             None
@@ -59,16 +62,55 @@ class Heads(nnx.Module):
         return self.confidence_head(hidden, rows)
 
     def transition(
-        self, among: slice | Int[Array, "V"] = slice(None)
-    ) -> tuple[tuple[()], Transition]:
+        self,
+        rows: int,
+        among: slice | Int[Array, "V"] = slice(None),
+        embedding: Float[Array, "V D"] | None = None,
+    ) -> tuple[Any, Transition]:
         """The head's initial state and transition, as `walk` and `follow` take them.
 
         Args:
+          rows: blocks walked together.
           among: next tokens to consider; tables may have padding rows behind the vocabulary.
+          embedding: the lent one, for heads that read it.
         """
         if self.head is None:
             return (), lambda state, prev, hidden: (state, jnp.zeros((), jnp.float32))
-        return (), lambda state, prev, hidden: (state, self.head.bias(prev, hidden, among))
+        table = self.head.w2[...][among]
+
+        def step(state, prev, hidden):
+            state, query = self.head.query(state, prev, hidden, embedding)
+            return state, project(query, table)
+
+        return self.head.init_state(rows), step
+
+    def restricted_transition(
+        self, rows: int, embedding: Float[Array, "V D"]
+    ) -> tuple[Any, Transition]:
+        """As `transition`, but x = (hidden [B D], candidates [B C]) and biases of those alone."""
+
+        def step(state, prev, x):
+            hidden, candidates = x
+            state, query = self.head.query(state, prev, hidden, embedding)
+            table = self.head.w2[...][candidates]
+            return state, jnp.einsum("br,bcr->bc", query, table, preferred_element_type=jnp.float32)
+
+        return self.head.init_state(rows), step
+
+
+def _build_head(
+    config: DrafterConfig, dtype: DTypeLike, rngs: nnx.Rngs
+) -> MarkovHead | RecurrentHead | DominoHead | None:
+    width, vocab_size = config.geometry.width, config.vocab_size
+    match config.head:
+        case None:
+            return None
+        case Markov():
+            return MarkovHead(config.head, width, vocab_size, dtype, rngs=rngs)
+        case Recurrent():
+            return RecurrentHead(config.head, width, vocab_size, dtype, rngs=rngs)
+        case Domino():
+            return DominoHead(config.head, width, vocab_size, dtype, rngs=rngs)
 
 
 class Drafter(nnx.Module):

@@ -76,15 +76,17 @@ def build(
 
 
 def _open(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    if path.exists():
-        kept = np.load(path, mmap_mode="r+")
-        if kept.shape == shape and kept.dtype == dtype:
-            return kept
+    """A memory-mapped array; bf16, which NumPy's format does not know, is stored as its bits."""
+    stored = dtype if dtype.kind == "f" else np.dtype(f"u{dtype.itemsize}")
+    if not path.exists():
+        return np.lib.format.open_memmap(path, "w+", stored, shape).view(dtype)
+    kept = np.load(path, mmap_mode="r+")
+    if kept.shape != shape or kept.dtype != stored:
         raise ValueError(
-            f"{path} holds {kept.shape} {kept.dtype}, this run needs {shape} {dtype}: "
+            f"{path} holds {kept.shape} {kept.dtype}, this run needs {shape} {stored}: "
             "delete the folder or use another workdir"
         )
-    return np.lib.format.open_memmap(path, "w+", dtype, shape)
+    return kept.view(dtype)
 
 
 def _run(target, conversations, target_layer_ids, cache: Cache, progress: Path, batch_size: int):

@@ -74,6 +74,11 @@ def drafter(config: DrafterConfig, key: Key[Array, ""], target: Target, start: s
     new = Drafter(config, rngs=nnx.Rngs(params=key))
     if start == "random":
         return new
+    if target.config.experts is not None or target.config.geometry.sandwich_norms:
+        raise ValueError(
+            f"drafter.start = 'target_last' copies dense pre-norm layers, which "
+            f"{target.config.family} has not: use 'random'"
+        )
     layers = target.layers[-config.num_layers :]
     below = target.config.num_layers - config.num_layers - 1
     if below not in config.target_layer_ids:
@@ -85,6 +90,9 @@ def drafter(config: DrafterConfig, key: Key[Array, ""], target: Target, start: s
     for ours, theirs in zip(backbone.layers, layers, strict=True):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _copy(getattr(ours.self_attn, name), getattr(theirs.self_attn, name))
+        if target.config.geometry.qk_norm:
+            _copy(ours.self_attn.q_norm, theirs.self_attn.q_norm)
+            _copy(ours.self_attn.k_norm, theirs.self_attn.k_norm)
         for name in ("gate_proj", "up_proj", "down_proj"):
             _copy(getattr(ours.mlp, name), getattr(theirs.mlp, name))
         _copy(ours.input_layernorm, theirs.input_layernorm)

@@ -73,7 +73,7 @@ def draft_logits(
 ) -> Float[Array, "N K V"]:
     """Corrected logits along given predecessors; `among` are the tokens of the lent head."""
     base = heads.base_logits(lent, hidden)
-    state, transition = heads.transition(among)
+    state, transition = heads.transition(hidden.shape[0], among, lent.embedding)
     bias = follow(transition, state, prevs.T, jnp.swapaxes(hidden, 0, 1))
     return base + jnp.moveaxis(bias, 0, 1) if heads.head is not None else base
 

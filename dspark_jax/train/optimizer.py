@@ -7,9 +7,9 @@ from dspark_jax.config import Optimizer
 
 def schedule(config: Optimizer, steps: int) -> optax.Schedule:
     """Peak * (t + 1) / w during w warm-up steps, then half a cosine (DeepSpec's closed form)."""
-    warmup = max(int(config.warmup * steps), 1)
+    warmup = int(config.warmup * steps)
     peak = config.learning_rate
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     fall = optax.cosine_decay_schedule(peak, max(steps - warmup, 1))
     return optax.join_schedules([rise, fall], [warmup])
 

@@ -37,11 +37,27 @@ def _quick_compilation():
 
 
 @pytest.fixture(scope="session")
-def greedy(tiny_target):
+def streams(tiny_target):
+    """Prompts with the target's own continuations, by slot."""
+    known = dict(
+        zip(PROMPTS.values(), doubles.plain_greedy(tiny_target, PROMPTS.values()), strict=True)
+    )
+
+    def build(prompts) -> np.ndarray:
+        for prompt in prompts:
+            if prompt not in known:
+                known[prompt] = doubles.plain_greedy(tiny_target, [prompt])[0]
+        return np.stack([known[prompt] for prompt in prompts])
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def greedy(streams):
     """The target's own greedy continuation of a prompt."""
 
-    def continuation(prompt, count, positions=None):
-        return doubles.plain_greedy(tiny_target, prompt, positions)[:count]
+    def continuation(prompt, count):
+        return tuple(streams([prompt])[0, len(prompt) :][:count].tolist())
 
     return continuation
 
@@ -65,14 +81,14 @@ def scripted(tiny_target):
 
 
 @pytest.fixture(scope="session")
-def commonest(tiny_target):
+def commonest(greedy):
     """The token that the target's own streams contain most often."""
-    tokens = [doubles.plain_greedy(tiny_target, PROMPTS[n]) for n in doubles.RAGGED]
+    tokens = [greedy(PROMPTS[n], 40) for n in doubles.RAGGED]
     return int(np.argmax(np.bincount(np.concatenate(tokens))))
 
 
 @pytest.fixture(scope="session")
-def build_drafter(tiny_target, commonest):
+def build_drafter(streams, commonest):
     """Random drafters; their Markov head, if any, knows which tokens follow which.
 
     So some drafts stand. The mask token is one that the target emits.
@@ -86,8 +102,7 @@ def build_drafter(tiny_target, commonest):
         )
         if drafter.config.head is not None:
             counts = np.zeros((VOCABULARY, VOCABULARY), np.float32)
-            for prompt in PROMPTS.values():
-                stream = doubles.streams(tiny_target, [prompt])[0]
+            for stream in streams(PROMPTS.values()):
                 np.add.at(counts, (stream[:-1], stream[1:]), 1)
             drafter.heads.head.w1[...] = jnp.eye(VOCABULARY)
             drafter.heads.head.w2[...] = jnp.asarray(

@@ -19,11 +19,11 @@ RAGGED = (3, 7, 12, 18)  # prompt lengths of a batch
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(graphdef, params, tokens, positions):
-    """Logits of a whole sequence, without a cache."""
+def forward(graphdef, params, tokens, positions, slot):
+    """Logits behind one slot of whole sequences, without a cache."""
     target = nnx.merge(graphdef, params)
     hidden, _, _ = target(tokens, positions=positions)
-    return target.logits(hidden)
+    return target.logits(hidden[:, slot])
 
 
 def all_positions(length: int, positions=None) -> np.ndarray:
@@ -35,23 +35,20 @@ def all_positions(length: int, positions=None) -> np.ndarray:
     return where
 
 
-@functools.cache
-def plain_greedy(target, prompt, positions=None) -> tuple[int, ...]:
-    """The target's own continuation up to 64 tokens: an uncached pass over all for each token."""
+def plain_greedy(target, prompts, positions=None) -> np.ndarray:
+    """Prompts and the target's own continuations, by slot: an uncached pass for each token."""
     graphdef, params = nnx.split(target)
-    length = len(prompt)
-    tokens = np.zeros((1, SLOTS), np.int32)
-    tokens[0, :length] = prompt
-    where = all_positions(length, positions)[None]
-    for slot in range(length, SLOTS):
-        logits = np.asarray(forward(graphdef, params, tokens, where))
-        tokens[0, slot] = np.argmax(logits[0, slot - 1])
-    return tuple(tokens[0, length:].tolist())
-
-
-def streams(target, prompts) -> np.ndarray:
-    """Prompts and their continuations by slot."""
-    return np.asarray([[*prompt, *plain_greedy(target, prompt)] for prompt in prompts])
+    lengths = np.asarray([len(prompt) for prompt in prompts])
+    rows = len(lengths) if len(lengths) == 1 else 16  # two shapes
+    tokens = np.zeros((rows, SLOTS), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=False):
+        row[: len(prompt)] = prompt
+    where = np.tile(all_positions(lengths[0], positions), (rows, 1))
+    for slot in range(lengths.min(), SLOTS):
+        best = np.argmax(forward(graphdef, params, tokens, where, slot - 1), -1)
+        going = np.flatnonzero(slot >= lengths)
+        tokens[going, slot] = best[going]
+    return tokens[: len(lengths)]
 
 
 def begin(

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -166,7 +165,9 @@ def test_two_hundred_thousand_outputs_are_within_a_hundredth(size):
 def test_a_batch_may_mix_greedy_and_sampled_rows():
     """T = 0, 1, 0, 0.5: greedy rows are all alike, sampled rows follow their own laws."""
     temperatures = np.asarray([0.0, 1.0, 0.0, 0.5])
-    how = how_of(MANY, 0.0).replace(temperature=jnp.tile(jnp.asarray(temperatures, jnp.float32), MANY // 4))
+    how = how_of(MANY, 0.0).replace(
+        temperature=jnp.tile(jnp.asarray(temperatures, jnp.float32), MANY // 4)
+    )
     cells = sampled_outputs(doubles.TableDrafter(VOCABULARY, 2), DRAFTERS["another law"], how)
     for i, temperature in enumerate(temperatures):
         assert_follows(cells[i::4], plain_law(laws_of(TARGET, temperature)))

@@ -185,7 +185,11 @@ def test_rows_of_a_batch_are_judged_apart_whatever_their_temperatures(seed, orde
     draft = Draft(tokens=random.integers(0, 5, (4, 3), np.int32), probs=q)
     how = rows_of(4).replace(temperature=jnp.asarray([0, 1, 0, 0.5], jnp.float32))
     draft = draft.replace(  # a greedy row's tokens are certain
-        probs=np.where(np.asarray([0, 1, 0, 1], bool)[:, None, None], q, np.eye(5, dtype=np.float32)[draft.tokens])
+        probs=np.where(
+            np.asarray([0, 1, 0, 1], bool)[:, None, None],
+            q,
+            np.eye(5, dtype=np.float32)[draft.tokens],
+        )
     )
     draft, keys = jax.tree.map(jnp.asarray, draft), keys_of(4, seed)
     together = ACCEPT(draft, jnp.asarray(logits), how, keys)

@@ -81,9 +81,7 @@ def test_only_distances_between_positions_matter(tiny_drafter, inputs):
 def test_feature_scales_multiply_the_taps(tiny_drafter, inputs):
     x, features = inputs
     config = dataclasses.replace(tiny_drafter.config, feature_scales=(0.5, 4.0))
-    graphdef = nnx.graphdef(
-        nnx.eval_shape(lambda: Backbone(config, jnp.float32, rngs=nnx.Rngs(0)))
-    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Backbone(config, jnp.float32, rngs=nnx.Rngs(0))))
     scaled = nnx.merge(graphdef, nnx.state(tiny_drafter.backbone))
     by_hand = features * jnp.repeat(jnp.asarray([0.5, 4.0]), 32)
     chex.assert_trees_all_close(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from dspark_jax.config import Confidence, Markov
+from dspark_jax.config import Confidence
+from dspark_jax.decode.draft import proposer
 from dspark_jax.nn.drafter import Drafter, Lent
-from dspark_jax.nn.markov import MarkovHead
-from dspark_jax.walk import Slots, walk
+from dspark_jax.train.losses import draft_logits
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,24 @@ def test_the_embedding_is_scaled_as_the_target_scales_it(tiny_drafter, lent):
     chex.assert_trees_all_close(hidden_of(scaled, lent, *args), expected, atol=1e-5)
 
 
-def test_the_markov_bias_is_a_product_of_two_rows(key):
-    head = MarkovHead(Markov(rank=4), 97, jnp.float32, rngs=nnx.Rngs(0))
-    prev, hidden = jnp.asarray([0, 96, 5]), jax.random.normal(key, (3, 32))
-    expected = head.w1[...][prev] @ head.w2[...].T
-    chex.assert_trees_all_close(head.bias(prev, hidden), expected, atol=1e-6)
-    assert head.bias(prev, hidden).dtype == jnp.float32
+def test_the_markov_bias_is_a_product_of_two_rows(tiny_drafter, lent):
+    heads = tiny_drafter.heads
+    prev, hidden = jnp.asarray([[0, 96, 5, 5]]), jax.random.normal(jax.random.key(0), (1, 4, 32))
+    bias = draft_logits(heads, lent, hidden, prev) - heads.base_logits(lent, hidden)
+    expected = heads.head.w1[...][prev] @ heads.head.w2[...].T
+    chex.assert_trees_all_close(bias, expected, atol=1e-4)
+
+
+def test_a_head_of_zeros_drafts_as_no_head_does(tiny_drafter, lent):
+    """C35: rank 0 and no head are the base logits exactly; so is a head that adds nothing."""
+    headless = dataclasses.replace(tiny_drafter.config, head=None, confidence=None)
+    plain = Drafter(headless, rngs=nnx.Rngs(0)).heads
+    silent = nnx.merge(*nnx.split(tiny_drafter.heads))
+    silent.head.w2.set_value(jnp.zeros((97, 4)))
+    prev, hidden = jnp.asarray([[0, 96, 5, 5]]), jax.random.normal(jax.random.key(0), (1, 4, 32))
+    base = plain.base_logits(lent, hidden)
+    chex.assert_trees_all_equal(draft_logits(plain, lent, hidden, prev), base)
+    chex.assert_trees_all_equal(draft_logits(silent, lent, hidden, prev), base)
 
 
 @pytest.mark.parametrize("with_markov", [True, False])
@@ -108,19 +120,22 @@ def test_base_logits_are_capped_before_the_bias(tiny_drafter, lent, key):
 
 
 def test_a_head_with_padding_rows_never_drafts_them(tiny_drafter, lent, key):
-    """C32: the head has 104 rows, the target 97 tokens."""
-    config = dataclasses.replace(tiny_drafter.config, vocab_size=104, confidence=None)
-    heads = Drafter(config, rngs=nnx.Rngs(0)).heads
-    heads.head.w1.set_value(jnp.ones((104, 4)))
-    heads.head.w2.set_value(jnp.zeros((104, 4)).at[97:].set(1e6))
-    hidden = jax.random.normal(key, (4, 2, 32))
-    base = heads.base_logits(lent, hidden)
-    state, transition = heads.transition(among=slice(97))
-    tokens, _ = walk(
-        transition,
-        lambda logits, keys: (jnp.argmax(logits, -1), None),
-        state,
-        jnp.asarray([0, 1]),
-        Slots(logits=base, hidden=hidden, keys=None),
+    """C32: the head has 104 rows, of which the last are the likeliest; the target has 97."""
+    config = dataclasses.replace(tiny_drafter.config, vocab_size=104)
+    padded = Drafter(config, rngs=nnx.Rngs(0))
+    padded.heads.head.w1.set_value(jnp.ones((104, 4)))
+    padded.heads.head.w2.set_value(jnp.zeros((104, 4)).at[97:].set(1e6))
+    functions, params = proposer(padded)
+    cache, first = functions.init_cache(params, 2, 8), jnp.zeros(2, jnp.int32)
+    draft = functions.draft(
+        params,
+        lent,
+        jnp.asarray([0, 96]),
+        cache,
+        first,
+        first,
+        lambda logits, keys: (jnp.argmax(logits, -1).astype(jnp.int32), logits),
+        jax.random.split(key, (2, 4)),
     )
-    assert tokens.tolist() == jnp.argmax(base, -1).tolist()
+    assert draft.probs.shape == (2, 4, 97)
+    assert (draft.tokens < 97).all()

@@ -13,13 +13,14 @@ from dspark_jax.train import anchors
 
 MASK = np.asarray([[0, 1, 1, 0, 1, 1, 1]], bool)  # golden G7 of the field reports
 sample = jax.jit(anchors.sample, static_argnums=2)
+cut_blocks = jax.jit(anchors.cut, static_argnums=3)
 
 
 def cut(mask: np.ndarray, chosen: np.ndarray, valid: np.ndarray, block_size: int):
     """Blocks of tokens 10, 11, ... ."""
-    tokens = jnp.broadcast_to(jnp.arange(10, 10 + mask.shape[1]), mask.shape)
-    batch = Batch(tokens=tokens, loss_mask=jnp.asarray(mask))
-    return anchors.cut(batch, jnp.asarray(chosen), jnp.asarray(valid), block_size)
+    tokens = np.broadcast_to(np.arange(10, 10 + mask.shape[1]), mask.shape)
+    batch = Batch(tokens=jnp.asarray(tokens), loss_mask=jnp.asarray(mask))
+    return cut_blocks(batch, jnp.asarray(chosen), jnp.asarray(valid), block_size)
 
 
 def test_anchors_are_supervised_and_followed_by_a_supervised_token(key):
@@ -67,22 +68,24 @@ def test_rows_draw_their_own_anchors_and_other_keys_draw_others(key):
 
 
 @settings(max_examples=40, deadline=None)
-@given(mask=st.lists(st.booleans(), min_size=2, max_size=12), size=st.integers(1, 6))
-def test_what_counts_is_a_prefix_of_supervised_labels(mask, size):
-    row = np.asarray([mask])
-    every = np.arange(row.shape[1])[None]
-    candidates = np.asarray(anchors.candidates(jnp.asarray(row)))
+@given(mask=st.lists(st.booleans(), min_size=9, max_size=9))
+def test_what_counts_is_a_prefix_of_supervised_labels(mask):
+    row, every, size = np.asarray([mask]), np.arange(9)[None], 4
+    candidates = np.append(row[:, :-1] & row[:, 1:], [[False]], 1)
+    assert anchors.candidates(jnp.asarray(row)).tolist() == candidates.tolist()
     blocks = jax.device_get(cut(row, every, candidates, size))
     for anchor in every[0]:
         ahead = anchor + 1 + np.arange(size)
         supervised = [p < len(mask) and mask[p] for p in ahead]
         prefix = np.cumprod(supervised).astype(bool) & candidates[0, anchor]
         assert blocks.counted[0, anchor].tolist() == prefix.tolist()
+        assert blocks.labels[0, anchor][prefix].tolist() == (10 + ahead)[prefix].tolist()
         if candidates[0, anchor]:
-            assert blocks.counted[0, anchor, 0]
-            assert blocks.prevs[0, anchor, 0] == 10 + anchor
-        counted = blocks.counted[0, anchor]
-        assert blocks.labels[0, anchor][counted].tolist() == (10 + ahead)[counted].tolist()
+            assert prefix[0]
+            assert blocks.prevs[0, anchor].tolist() == [
+                10 + anchor,
+                *blocks.labels[0, anchor, :-1].tolist(),
+            ]
 
 
 @pytest.mark.parametrize("decay", [4.0, 2.0, 0.0])

@@ -1,4 +1,4 @@
-"""Sampled softmax: who is in it, what each token stands for, and that it is the loss it estimates."""
+"""Sampled softmax: who is in it, what each token stands for, what it estimates."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,110 @@
+"""Hidden states -> Draft: the walk over the vocabulary, or over calibrated candidates.
+
+Any first-order drafter can be run as a Selector without retraining: the k best base logits of each
+position are its candidates, and their pairs' biases are looked up. Recurrent heads have their
+vocabulary cut to the candidates, but not their steps.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from dspark_jax.base import Choose, Draft
+from dspark_jax.nn import selector
+from dspark_jax.nn.drafter import Heads, Lent
+from dspark_jax.nn.markov import MarkovHead
+from dspark_jax.walk import Slots, walk, walk_table, walk_table_associative
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """How a block's vocabulary is cut before the walk."""
+
+    count: int = 0  # C, candidates a position; 0 = the whole vocabulary
+    method: selector.TopK = "exact"  # how the best logits are found
+    walk: Literal["scan", "associative"] = "scan"  # how a table is walked
+    widen: int = 0  # also each predecessor's best successors, this many
+
+    def __post_init__(self):
+        if self.count < 0 or self.widen < 0:
+            raise ValueError(f"candidates = {self.count}, widen = {self.widen}: must be >= 0")
+        if self.widen and not self.count:
+            raise ValueError(f"widen = {self.widen} needs candidates: set candidates too")
+
+
+def propose(
+    heads: Heads,
+    lent: Lent,
+    anchors: Int[Array, "B"],
+    hidden: Float[Array, "B K D"],
+    base: Float[Array, "B K V"],
+    choose: Choose,
+    keys: Key[Array, "B K"],
+    cut: Candidates,
+) -> Draft:
+    """Walks one block a row.
+
+    Args:
+      heads: the drafter's.
+      lent: the target's embedding and lm head.
+      anchors: the last committed tokens.
+      hidden: final-normed hidden states.
+      base: base logits.
+      choose: (logits, keys) -> index and law.
+      keys: randomness of each position.
+      cut: which candidates.
+    """
+    across = _position_first(base), _position_first(hidden), keys.T
+    if not cut.count:
+        state, transition = heads.transition(
+            anchors.shape[0], slice(base.shape[-1]), lent.embedding
+        )
+        slots = Slots(logits=across[0], hidden=across[1], keys=across[2])
+        tokens, laws = walk(transition, choose, state, anchors, slots)
+        return _draft(tokens, laws)
+    ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
+    if heads.head is None or isinstance(heads.head, MarkovHead):
+        return _walk_candidates(heads, anchors, hidden, base, ids, choose, across[2], cut)
+    logits = _position_first(jnp.take_along_axis(base, ids, -1))
+    state, transition = heads.restricted_transition(anchors.shape[0], lent.embedding)
+    ids = _position_first(ids)
+    slots = Slots(logits=logits, hidden=(across[1], ids), keys=across[2], candidates=ids)
+    tokens, laws = walk(transition, choose, state, anchors, slots)
+    return _draft(tokens, laws, ids, base.shape[-1])
+
+
+def _walk_candidates(heads, anchors, hidden, base, ids, choose, keys, cut: Candidates) -> Draft:
+    """The table and the walk through it."""
+    is_new = jnp.ones_like(ids, bool)
+    if heads.head is not None and cut.widen:
+        ids, is_new = selector.widened(heads.head, anchors, ids, hidden, base.shape[-1], cut.widen)
+    logits = jnp.where(is_new, jnp.take_along_axis(base, ids, -1), -jnp.inf)
+    if heads.head is None:
+        scores = jnp.zeros((*ids.shape, ids.shape[-1]))
+    else:
+        scores = selector.pair_scores(heads.head, anchors, ids, hidden)
+    run = walk_table if cut.walk == "scan" else walk_table_associative
+    index, laws = run(choose, _position_first(logits), _position_first(scores), keys)
+    ids = _position_first(ids)
+    tokens = jnp.take_along_axis(ids, index[..., None], -1)[..., 0]
+    return _draft(tokens, laws, ids, base.shape[-1])
+
+
+def _position_first(x: Array) -> Array:
+    return jnp.swapaxes(x, 0, 1)
+
+
+def _draft(
+    tokens: Int[Array, "K B"],
+    laws: Float[Array, "K B C"] | None,
+    ids: Int[Array, "K B C"] | None = None,
+    vocabulary: int = 0,
+) -> Draft:
+    """Rows first again; laws over candidates are spread over the vocabulary, zero elsewhere."""
+    if laws is not None and ids is not None:
+        positions, rows = jnp.indices(tokens.shape)
+        empty = jnp.zeros((*tokens.shape, vocabulary), laws.dtype)
+        laws = empty.at[positions[..., None], rows[..., None], ids].add(laws)
+    return Draft(tokens=tokens.T, probs=None if laws is None else _position_first(laws))

@@ -1,0 +1,107 @@
+"""Calibrated candidates: the k best tokens of each position, and the bias of every adjacent pair.
+
+A first-order head restricted to candidates is DFlash-2's Selector:
+
+    S_t(a, b) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>,    a in C_{t-1}, b in C_t
+
+All C x C pairs of all positions are known before the walk, which then only looks up rows.
+Candidates are kept in ascending id order, so that ties go to the lowest id in every walk.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.nn.layers import project
+from dspark_jax.nn.markov import MarkovHead
+
+TopK = Literal["exact", "approx"]
+_BLOCK = 128  # vocabulary rows a block of the two-stage search
+
+
+def top_candidates(
+    logits: Float[Array, "*rows V"], count: int, method: TopK = "exact"
+) -> Int[Array, "*rows C"]:
+    """Ids of the `count` largest logits, ties to the lowest id, in ascending order.
+
+    "exact" searches in two stages: only blocks whose best logit is among the `count` best blocks
+    can hold one. "approx" is `jax.lax.approx_max_k`, which is fast on TPU and may miss some.
+    """
+    if method == "approx":
+        ids = _kept(*jax.lax.approx_max_k(logits, count))
+    elif logits.shape[-1] <= count * _BLOCK:
+        ids = _kept(*jax.lax.top_k(logits, count))
+    else:
+        ids = _two_stage(logits, count)
+    return jnp.sort(ids, -1)
+
+
+def _kept(values: Array, ids: Array) -> Array:
+    # Without both barriers XLA's CPU compiler turns a sliced top-k into a full stable sort.
+    return jax.lax.optimization_barrier((values, ids))[1]
+
+
+def _two_stage(logits: Float[Array, "*rows V"], count: int) -> Int[Array, "*rows C"]:
+    missing = -logits.shape[-1] % _BLOCK
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
+    chosen = jnp.sort(_kept(*jax.lax.top_k(jnp.max(blocks, -1), count)), -1)
+    inside = jnp.take_along_axis(blocks, chosen[..., None], -2)
+    place = _kept(*jax.lax.top_k(inside.reshape(*logits.shape[:-1], -1), count))
+    block = jnp.take_along_axis(chosen, place // _BLOCK, -1)
+    return block * _BLOCK + place % _BLOCK
+
+
+def pair_bias(
+    prev_row: Float[Array, "R"], gate: Float[Array, "R"], next_row: Float[Array, "R"]
+) -> Float[Array, ""]:
+    """<A[a] * g, B[b]>: the one formula of Markov heads and the Selector."""
+    return jnp.sum(prev_row * gate * next_row)
+
+
+_over_next = jax.vmap(pair_bias, in_axes=(None, None, 0))
+_over_prev = jax.vmap(_over_next, in_axes=(0, 0, None))
+_over_positions = jax.vmap(_over_prev)
+_over_batch = jax.vmap(_over_positions)
+
+
+def pair_scores(
+    head: MarkovHead,
+    anchors: Int[Array, "B"],
+    candidates: Int[Array, "B K C"],
+    hidden: Float[Array, "B K D"],
+) -> Float[Array, "B K C C"]:
+    """Bias of every adjacent pair, predecessor first; position 0 has the anchor in every row."""
+    first = jnp.broadcast_to(anchors[:, None, None], candidates[:, :1].shape)
+    prev = jnp.concatenate([first, candidates[:, :-1]], 1)
+    rows = head.rows(prev).astype(jnp.float32)
+    gates = jnp.broadcast_to(head.gate(prev, hidden[..., None, :]), rows.shape)
+    return _over_batch(rows, gates, head.w2[...][candidates].astype(jnp.float32))
+
+
+def widened(
+    head: MarkovHead,
+    anchors: Int[Array, "B"],
+    candidates: Int[Array, "B K C"],
+    hidden: Float[Array, "B K D"],
+    vocabulary: int,
+    count: int,
+) -> tuple[Int[Array, "B K W"], Bool[Array, "B K W"]]:
+    """Candidates united with each predecessor's `count` best successors by transition bias.
+
+    Returns:
+      Ids in ascending order, and False on repetitions.
+    """
+    first = jnp.broadcast_to(anchors[:, None, None], candidates[:, :1].shape)
+    prev = jnp.concatenate([first, candidates[:, :-1]], 1)
+    query = head.rows(prev) * head.gate(prev, hidden[..., None, :])
+    bias = project(query, head.w2[...][:vocabulary])
+    best = top_candidates(bias, count).reshape(*candidates.shape[:2], -1)
+    union = jnp.sort(jnp.concatenate([candidates, best], -1), -1)
+    is_new = jnp.concatenate(
+        [jnp.ones_like(union[..., :1], bool), union[..., 1:] != union[..., :-1]], -1
+    )
+    return union, is_new

@@ -1,0 +1,113 @@
+"""Walks over candidates: equal to the sequential walk where they must be, whatever the head."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dspark_jax.config import Domino, Markov, Recurrent
+from dspark_jax.decode.propose import Candidates, propose
+from dspark_jax.decode.verify import rule
+from dspark_jax.nn.drafter import Heads, Lent
+from dspark_jax.sampling import Sampling
+
+BATCH, SIZE, WIDTH, VOCABULARY = 3, 4, 32, 97
+HEADS = {
+    "none": None,
+    "vanilla": Markov(rank=4),
+    "gated": Markov(rank=4, gate="gated"),
+    "linear": Markov(rank=4, gate="linear"),
+    "rnn": Recurrent(rank=4),
+    "domino": Domino(rank=6, gru_width=5, pure_prefix=1),
+}
+FIRST_ORDER = ["none", "vanilla", "gated", "linear"]
+SAMPLED = Sampling(
+    temperature=jnp.asarray([1.0, 0.7, 0.0]),
+    top_k=jnp.asarray([0, 9, 0]),
+    top_p=jnp.asarray([1.0, 0.9, 1.0]),
+)
+
+
+@pytest.fixture
+def lent(tiny_target):
+    return Lent(embedding=tiny_target.embed_tokens[...], head=tiny_target.head)
+
+
+@pytest.fixture(params=list(HEADS))
+def heads(request, tiny_drafter):
+    return make(request.param, tiny_drafter)
+
+
+def make(name, tiny_drafter) -> Heads:
+    config = dataclasses.replace(tiny_drafter.config, head=HEADS[name], confidence=None)
+    graphdef, state = nnx.split(Heads(config, jnp.float32, rngs=nnx.Rngs(7)))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: 8 * x, state))
+
+
+@pytest.fixture
+def block(key, lent):
+    """Anchors, hidden states, base logits, keys."""
+    hidden = jax.random.normal(key, (BATCH, SIZE, WIDTH))
+    base = jnp.einsum("bkd,vd->bkv", hidden, lent.head)
+    return jnp.asarray([5, 0, 96], jnp.int32), hidden, base, jax.random.split(key, (BATCH, SIZE))
+
+
+def drafted(heads, lent, block, sampling, **cut):
+    anchors, hidden, base, keys = block
+    choose = rule(sampling).choose
+    return jax.jit(
+        lambda: propose(heads, lent, anchors, hidden, base, choose, keys, Candidates(**cut))
+    )()
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+def test_all_tokens_as_candidates_is_the_sequential_walk(heads, lent, block, sampling):
+    whole = drafted(heads, lent, block, sampling)
+    cut = drafted(heads, lent, block, sampling, count=VOCABULARY)
+    np.testing.assert_array_equal(cut.tokens, whole.tokens)
+    if sampling is not None:
+        chex.assert_trees_all_close(cut.probs, whole.probs, atol=1e-5)
+
+
+def test_few_candidates_are_the_sequential_walk_on_masked_logits(heads, lent, block):
+    anchors, hidden, base, keys = block
+    best = jnp.argsort(-base, -1, stable=True)[..., :6]
+    rows = jnp.indices(best.shape)
+    mask = jnp.full(base.shape, -jnp.inf).at[rows[0], rows[1], best].set(0)
+    masked = (anchors, hidden, base + mask, keys)
+    expected = drafted(heads, lent, masked, None)
+    np.testing.assert_array_equal(
+        drafted(heads, lent, block, None, count=6).tokens, expected.tokens
+    )
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+def test_the_associative_walk_is_the_scan_bit_for_bit(name, lent, block, sampling, tiny_drafter):
+    heads = make(name, tiny_drafter)
+    scan = drafted(heads, lent, block, sampling, count=7)
+    tree = drafted(heads, lent, block, sampling, count=7, walk="associative")
+    chex.assert_trees_all_equal(tree, scan)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gated", "linear"])
+def test_widening_to_everything_is_the_sequential_walk(name, lent, block, tiny_drafter):
+    heads = make(name, tiny_drafter)
+    wide = drafted(heads, lent, block, None, count=2, widen=60)
+    np.testing.assert_array_equal(wide.tokens, drafted(heads, lent, block, None).tokens)
+
+
+def test_the_law_is_zero_outside_the_candidates_and_sums_to_one(heads, lent, block):
+    probs = drafted(heads, lent, block, SAMPLED, count=5).probs
+    chex.assert_trees_all_close(jnp.sum(probs, -1), jnp.ones((BATCH, SIZE)), atol=1e-5)
+    assert int(jnp.max(jnp.sum(probs > 0, -1))) <= 5
+
+
+@pytest.mark.parametrize("fields", [{"count": -1}, {"widen": 2}])
+def test_candidates_that_make_no_sense_are_refused(fields):
+    with pytest.raises(ValueError, match="candidates"):
+        Candidates(**fields)

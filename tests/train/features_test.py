@@ -1,0 +1,85 @@
+"""Target features on disk: the same as in the step, bounded, and continued after a stop."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dspark_jax.base import Batch
+from dspark_jax.train import data, features, step
+
+TAPS, ROOM = (0, 1), 10**6
+
+
+def build(target, corpus, folder, max_bytes=ROOM):
+    return features.build(target, corpus.conversations, TAPS, folder, max_bytes, batch_size=3)
+
+
+def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path):
+    """T03, T24: ids, mask, features and hidden states of one index are of one token."""
+    cache = build(micro_target, corpus, tmp_path / "features")
+    some = [6, 0, 3]
+    rows = []
+    for i in some:
+        conversation = corpus.conversations[i]
+        known = cache.rows(i, len(conversation.tokens))
+        rows.append(conversation.replace(features=known[0], hidden=known[1]))
+    cached = jax.tree.map(jnp.asarray, data.collate(rows, 8))
+    plain = Batch(tokens=cached.tokens, loss_mask=cached.loss_mask)
+    ask = jax.jit(step.ask, static_argnums=2)
+    online, offline = (ask(micro_target, batch, TAPS) for batch in (plain, cached))
+    inside = (
+        np.arange(16) < np.asarray([len(corpus.conversations[i].tokens) for i in some])[:, None]
+    )
+    for field in ("features", "hidden"):
+        actual, expected = np.asarray(offline[field]), np.asarray(online[field])
+        np.testing.assert_allclose(actual[inside], expected[inside], atol=1e-4, rtol=1e-5)
+        assert not actual[~inside].any()
+    chex.assert_trees_all_equal(online.lent, offline.lent)
+
+
+def test_a_stopped_run_continues_behind_what_is_done(micro_target, corpus, tmp_path):
+    whole = build(micro_target, corpus, tmp_path)
+    kept = np.array(whole.features)
+    assert json.loads((tmp_path / "progress.json").read_text()) == {"done": 7}
+    whole.features[:] = 7
+    (tmp_path / "progress.json").write_text(json.dumps({"done": 3}))
+    rebuilt = build(micro_target, corpus, tmp_path)
+    short = len(kept[: rebuilt.starts[3]])  # conversations 0, 1, 2 are the shortest
+    assert (rebuilt.features[:short] == 7).all()
+    np.testing.assert_array_equal(rebuilt.features[short:], kept[short:])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_finished_cache_is_read_back(micro_target, corpus, tmp_path, dtype):
+    graphdef, state = nnx.split(micro_target)
+    target = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), state))
+    first = build(target, corpus, tmp_path)
+    again = build(target, corpus, tmp_path)
+    assert again.features.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(*(np.asarray(c.features, np.float32) for c in (first, again)))
+    assert np.asarray(again.hidden, np.float32).any()
+
+
+def test_a_cache_over_the_limit_is_refused_before_anything_is_written(
+    micro_target, corpus, tmp_path
+):
+    """T24: 84 tokens of two taps and one state of 16 fp32 numbers."""
+    tokens = sum(len(c.tokens) for c in corpus.conversations)
+    size = tokens * 3 * 16 * 4
+    complaint = f"max_cache_bytes = {size - 1}: {tokens} tokens need {size} bytes"
+    with pytest.raises(ValueError, match=complaint):
+        build(micro_target, corpus, tmp_path / "features", size - 1)
+    assert not (tmp_path / "features").exists()
+    build(micro_target, corpus, tmp_path / "features", size)
+
+
+def test_the_cache_of_another_corpus_is_refused(micro_target, corpus, tmp_path):
+    build(micro_target, corpus, tmp_path)
+    fewer = corpus.replace(conversations=corpus.conversations[:3])
+    with pytest.raises(ValueError, match="delete the folder or use another workdir"):
+        build(micro_target, fewer, tmp_path)

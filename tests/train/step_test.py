@@ -1,0 +1,328 @@
+"""The training step: the reference's numbers, and what training and decoding must share."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from dspark_jax.base import Batch
+from dspark_jax.config import Confidence, Losses, Markov, Optimizer
+from dspark_jax.decode.draft import proposer
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.target import Target
+from dspark_jax.train import anchors, optimizer, step
+from dspark_jax.train.losses import draft_logits
+from dspark_jax.train.step import Knowledge, TrainState
+from dspark_jax.weights import deepspec
+
+from ..conftest import sharpened
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+NAMES = sorted(folder.name for folder in GOLDENS.glob("dspark_qwen3_*"))
+CHUNKS = [(name, 5) for name in NAMES] + [("dspark_qwen3_vanilla", 1), ("dspark_qwen3_vanilla", 10)]
+
+
+def assert_close(actual, expected, floor=1.0):
+    """The tolerance of the goldens."""
+    tolerance = 1e-4 * max(floor, float(np.abs(expected).max()))
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=tolerance)
+
+
+@functools.cache
+def golden(name: str):
+    """A drafter of the reference with a batch, its blocks, and what the reference makes of it."""
+    drafter, lent = deepspec.read(GOLDENS / name)
+    expected = load_file(GOLDENS / name / "expected.safetensors")
+    weights = json.loads((GOLDENS / name / "loss.json").read_text())
+    losses = Losses(
+        cross_entropy=weights["ce_loss_alpha"],
+        l1=weights["l1_loss_alpha"],
+        confidence=weights["confidence_head_alpha"],
+        decay=weights["loss_decay_gamma"],
+    )
+    batch = Batch(
+        tokens=jnp.asarray(expected["input_ids"]),
+        loss_mask=jnp.asarray(expected["loss_mask"], bool),
+    )
+    known = Knowledge(
+        features=jnp.asarray(expected["target_hidden_states"]),
+        hidden=jnp.asarray(expected["target_last_hidden_states"]),
+        lent=lent,
+    )
+    chosen = jnp.asarray(expected["anchor_positions"])
+    valid = jnp.asarray(expected["block_keep_mask"], bool)
+    blocks = anchors.cut(batch, chosen, valid, drafter.config.block_size)
+    return drafter, losses, batch, known, blocks, expected
+
+
+@jax.jit
+def training_hidden(drafter, known, blocks, tokens):
+    """Hidden states of training blocks."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return drafter.hidden(
+        known.lent,
+        jnp.take_along_axis(tokens, blocks.anchors, 1),
+        blocks.anchors,
+        drafter.backbone.context(known.features, positions),
+        jnp.arange(tokens.shape[1]) < blocks.anchors[..., None],
+        blocks.valid,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_logits_equal_the_reference(name):
+    drafter, _, batch, known, blocks, expected = golden(name)
+    valid = np.asarray(blocks.valid)
+    assert blocks.counted.astype(int).tolist() == expected["eval_mask"].tolist()
+    assert np.asarray(blocks.labels)[valid].tolist() == expected["target_ids"][valid].tolist()
+    hidden = training_hidden(drafter, known, blocks, batch.tokens)
+    for row in range(2):
+        logits = draft_logits(drafter.heads, known.lent, hidden[row], blocks.prevs[row])
+        assert_close(logits[valid[row]], expected["draft_logits"][row, valid[row]])
+    ahead = blocks.anchors[..., None] + jnp.arange(drafter.config.block_size)
+    states = jax.vmap(lambda rows, at: rows[jnp.minimum(at, 22)])(known.hidden, ahead)
+    aligned = drafter.heads.base_logits(known.lent, states)
+    assert_close(aligned[valid], expected["aligned_target_logits"][valid])
+    if drafter.config.confidence is not None:
+        confidence = drafter.heads.confidence(blocks.prevs, hidden)
+        assert_close(confidence[valid], expected["confidence_logits"][valid])
+
+
+@pytest.mark.parametrize(("name", "chunk"), CHUNKS)
+def test_loss_and_every_gradient_equal_the_reference(name, chunk):
+    drafter, losses, batch, known, blocks, expected = golden(name)
+    graphdef, params = nnx.split(drafter)
+
+    def objective(params):
+        trained = nnx.merge(graphdef, params)
+        return step.loss(trained, known, blocks, batch.tokens, losses, chunk)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(objective))(params)
+    assert_close(value, expected["loss"][0])
+    gradients = {
+        "grad." + deepspec.name(".".join(map(str, path))): np.asarray(variable[...])
+        for path, variable in nnx.to_flat_state(gradient)
+    }
+    assert set(gradients) == {key for key in expected if key.startswith("grad.")}
+    for key, actual in gradients.items():
+        assert_close(actual, expected[key], floor=0.0)
+
+
+TOKENS = jnp.asarray([[5, 17, 3, 88, 41, 2, 60, 9, 33, 71, 12, 50]])
+
+
+@pytest.fixture(scope="module")
+def known(tiny_target):
+    """What the tiny target says about TOKENS."""
+    batch = Batch(tokens=TOKENS, loss_mask=jnp.ones(TOKENS.shape, bool))
+    return jax.jit(step.ask, static_argnums=2)(tiny_target, batch, (0, 2))
+
+
+def blocks_behind(chosen: tuple[int, ...], block_size: int):
+    """Blocks of TOKENS behind some anchors, everything supervised."""
+    batch = Batch(tokens=TOKENS, loss_mask=jnp.ones(TOKENS.shape, bool))
+    at = jnp.asarray([chosen])
+    return anchors.cut(batch, at, jnp.ones(at.shape, bool), block_size)
+
+
+def test_a_block_learns_from_features_before_its_anchor_alone(tiny_drafter, known):
+    """T01: overlapping blocks behind 3 and 5 leak nothing to each other."""
+    blocks = blocks_behind((3, 5), 4)
+
+    def loss_of(features, block, anchors_there):
+        here = (jnp.arange(2) == block)[None, :, None]
+        some = blocks.replace(counted=blocks.counted & here, valid=anchors_there)
+        told = known.replace(features=features)
+        return step.loss(tiny_drafter, told, some, TOKENS, Losses(), 2)[0]
+
+    both = jnp.ones((1, 2), bool)
+    gradient = jax.jit(jax.value_and_grad(loss_of))
+    for block, anchor in enumerate((3, 5)):
+        value, felt = gradient(known.features, block, both)
+        felt = jnp.abs(felt[0]).max(-1)
+        assert (felt[:anchor] > 0).all()
+        assert not felt[anchor:].any()
+        alone, _ = gradient(known.features, block, jnp.arange(2)[None] == block)
+        chex.assert_trees_all_close(value, alone, rtol=1e-6)
+
+
+def log_law_in_training(drafter, known, blocks):
+    """Log-probability of every token at every position, read off the loss itself.
+
+    With the cross entropy as only term and one position counted, the loss is the negative
+    log-probability of that position's label.
+    """
+    only_cross_entropy = Losses(cross_entropy=1.0, l1=0.0, confidence=0.0, decay=0.0)
+    _, count, size = blocks.labels.shape
+
+    def entry(place, token):
+        one = (jnp.arange(count * size) == place).reshape(1, count, size)
+        asked = blocks.replace(counted=one, labels=jnp.full_like(blocks.labels, token))
+        loss, _ = step.loss(drafter, known, asked, TOKENS, only_cross_entropy, count)
+        return -loss * (1 + 1e-6)
+
+    places, tokens = jnp.arange(count * size), jnp.arange(97)
+    table = jax.vmap(jax.vmap(entry, (None, 0)), (0, None))(places, tokens)
+    return table.reshape(count, size, 97)
+
+
+@jax.jit
+def log_law_in_decoding(target, drafter, chosen, forced):
+    """The same from the decoding path: cached target, cached context, the walk."""
+    count, length = chosen.shape[0], TOKENS.shape[1]
+    functions, params = proposer(drafter)
+    tokens, first = jnp.repeat(TOKENS, count, 0), jnp.zeros((count,), jnp.int32)
+    cache, context = target.init_cache(count, 16), functions.init_cache(params, count, 16)
+    for start in range(0, length, 4):
+        slots, where = first + start, jnp.broadcast_to(start + jnp.arange(4), (count, 4))
+        part = tokens[:, start : start + 4]
+        _, features, cache = target(part, drafter.config.target_layer_ids, cache, slots)
+        context = functions.extend(params, features, context, slots, where)
+    keys = jax.random.wrap_key_data(  # keys carry the tokens to choose
+        jnp.stack([forced, forced], -1).astype(jnp.uint32), impl="threefry2x32"
+    )
+
+    def choose(logits, keys):
+        return jax.random.key_data(keys)[..., 0].astype(jnp.int32), logits
+
+    lent = step.ask(target, Batch(tokens=TOKENS, loss_mask=TOKENS > 0), ()).lent
+    anchor_tokens = TOKENS[0, chosen]
+    draft = functions.draft(params, lent, anchor_tokens, context, chosen, chosen, choose, keys)
+    return jax.nn.log_softmax(draft.probs)
+
+
+@pytest.mark.parametrize("predict_from_anchor", [True, False])
+@pytest.mark.parametrize("head", [Markov(rank=4), None])
+def test_training_and_decoding_draft_alike(
+    tiny_target, tiny_drafter, known, predict_from_anchor, head
+):
+    """T02: the same law at every position of a block, whichever path computes it."""
+    config = dataclasses.replace(
+        tiny_drafter.config,
+        predict_from_anchor=predict_from_anchor,
+        head=head,
+        confidence=Confidence(with_markov=head is not None),
+    )
+    drafter = sharpened(jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(7)))())
+    chosen = (0, 3, 7)
+    blocks = blocks_behind(chosen, 4)
+    training = jax.jit(log_law_in_training)(drafter, known, blocks)
+    decoding = log_law_in_decoding(tiny_target, drafter, jnp.asarray(chosen), blocks.labels[0])
+    assert float(jnp.std(training)) > 0.5
+    chex.assert_trees_all_close(training, decoding, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_teacher_is_the_targets_own_law(tiny_target, tiny_drafter, softcap):
+    """T07: a strong final norm tells final-normed states from raw ones."""
+    config = dataclasses.replace(tiny_target.config, logit_softcap=softcap)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0))))
+    target = nnx.merge(graphdef, nnx.state(tiny_target))
+    target.norm.weight.set_value(jnp.linspace(-3.0, 8.0, 32))
+    batch = Batch(tokens=TOKENS, loss_mask=TOKENS > 0)
+    told = jax.jit(step.ask, static_argnums=2)(target, batch, (0, 2))
+    capped = dataclasses.replace(tiny_drafter.config, logit_softcap=softcap)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(capped, rngs=nnx.Rngs(0))))
+    heads = nnx.merge(graphdef, nnx.state(tiny_drafter)).heads
+    own = jax.jit(lambda t: t.logits(t(TOKENS)[0]))(target)
+    chex.assert_trees_all_close(
+        heads.base_logits(told.lent, told.hidden), own, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_no_gradient_reaches_the_target(tiny_target, tiny_drafter):
+    """T08: the whole step, with the target as a variable."""
+    blocks = blocks_behind((3, 5), 4)
+    graphdef, state = nnx.split(tiny_target)
+
+    def objective(state):
+        batch = Batch(tokens=TOKENS, loss_mask=TOKENS > 0)
+        told = step.ask(nnx.merge(graphdef, state), batch, (0, 2))
+        return step.loss(tiny_drafter, told, blocks, TOKENS, Losses(), 2)[0]
+
+    for gradient in jax.tree.leaves(jax.jit(jax.grad(objective))(state)):
+        assert not jnp.any(gradient)
+
+
+def random_batch(lengths: tuple[int, ...], width: int) -> tuple[Batch, Knowledge]:
+    """Rows of several lengths, padded with zeros, and made-up knowledge of them."""
+    keys = jax.random.split(jax.random.key(11), 5)
+    inside = jnp.arange(width) < jnp.asarray(lengths)[:, None]
+    shape = (len(lengths), width)
+    batch = Batch(
+        tokens=jax.random.randint(keys[0], shape, 0, 97) * inside,
+        loss_mask=inside & (jnp.arange(width) >= 2),
+    )
+    lent = step.Lent(
+        embedding=jax.random.normal(keys[1], (97, 32)), head=jax.random.normal(keys[2], (97, 32))
+    )
+    known = Knowledge(
+        features=jax.random.normal(keys[3], (*shape, 64)) * inside[..., None],
+        hidden=jax.random.normal(keys[4], (*shape, 32)) * inside[..., None],
+        lent=lent,
+    )
+    return batch, known
+
+
+def test_mixed_lengths_train_as_their_rows_do_alone(tiny_drafter):
+    """C34, T09: dummy blocks weigh nothing, and the denominator is that of the whole batch."""
+    batch, known = random_batch((6, 20), 20)
+    graphdef, params = nnx.split(tiny_drafter)
+
+    @functools.partial(jax.jit, static_argnames="chunk")
+    def gradient(params, batch, known, chosen, valid, chunk):
+        blocks = anchors.cut(batch, chosen, valid, 4)
+
+        def objective(params):
+            trained = nnx.merge(graphdef, params)
+            return step.loss(trained, known, blocks, batch.tokens, Losses(), chunk)[0]
+
+        weight = jnp.sum(anchors.weights(blocks.counted, Losses().decay))
+        return weight, jax.value_and_grad(objective)(params)
+
+    chosen, valid = anchors.sample(jax.random.key(0), batch.loss_mask, 8)
+    assert valid.sum(1).tolist() == [3, 8]
+    _, together = gradient(params, batch, known, chosen, valid, chunk=8)
+    chex.assert_tree_all_finite(together)
+
+    def alone(row: int, length: int, count: int):
+        rows = jax.tree.map(
+            lambda x: x[row : row + 1, :length], (batch, known.features, known.hidden)
+        )
+        told = known.replace(features=rows[1], hidden=rows[2])
+        here = slice(row, row + 1), slice(count)
+        return gradient(params, rows[0], told, chosen[here], valid[here], chunk=count)
+
+    (first, short), (second, long) = alone(0, 6, 3), alone(1, 20, 8)
+    pooled = jax.tree.map(lambda a, b: (first * a + second * b) / (first + second), short, long)
+    chex.assert_trees_all_close(together, pooled, rtol=2e-4, atol=1e-6)
+
+
+def test_a_batch_without_supervision_changes_nothing_but_the_count(tiny_target, tiny_drafter):
+    """T04: loss 0, gradient 0, all finite, the step counted."""
+    graphdef, params = nnx.split(tiny_drafter)
+    chain = optimizer.build(Optimizer(), 10)
+    state = TrainState(
+        step=jnp.asarray(3, jnp.int32),
+        params=params,
+        optimizer=chain.init(params),
+        key=jax.random.key(0),
+    )
+    batch = Batch(tokens=jnp.repeat(TOKENS, 2, 0), loss_mask=jnp.zeros((2, 12), bool))
+    run = functools.partial(step.train_step, chain, graphdef, Losses(), 4, 4, 0, split=None)
+    after, metrics = jax.jit(run)(state, tiny_target, batch)
+    assert float(metrics["loss"]) == 0
+    assert float(metrics["gradient_norm"]) == 0
+    assert int(after.step) == 4
+    chex.assert_trees_all_equal(after.params, params)
+    chex.assert_tree_all_finite(jax.tree.map(lambda x: x, after.optimizer))
+    assert float(optax.tree.norm(optax.tree.get(after.optimizer, "mu"))) == 0
