@@ -15,9 +15,10 @@ from dspark_jax.config import (
     Losses,
     Markov,
     Optimizer,
+    Options,
     TrainConfig,
 )
-from dspark_jax.decode.answer import Answer, Options, Prompt, read_prompts
+from dspark_jax.decode.answer import Answer, Prompt, read_prompts
 from dspark_jax.decode.engine import Engine, Generation, Request, engine
 from dspark_jax.door import evaluate, generate, stream, train
 from dspark_jax.sharding import make_mesh

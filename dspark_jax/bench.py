@@ -4,11 +4,14 @@ import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.base import Cache
 from dspark_jax.decode.engine import Engine
+from dspark_jax.decode.generate import Models
 from dspark_jax.decode.verify import rule
 
 
@@ -16,9 +19,9 @@ from dspark_jax.decode.verify import rule
 class RoundCosts:
     """Median seconds of the parts of a round at one batch size and cache length."""
 
-    single: float  # the target on one token a row
+    single: float  # plain decoding: the target on one token a row
     verify: float  # the target on the anchor and K drafted tokens a row
-    draft: float  # the drafter's pass and the walk
+    draft: float  # the drafter's pass, the walk, and writing the round's context features
 
     @property
     def break_even(self) -> float:
@@ -26,48 +29,79 @@ class RoundCosts:
         return (self.draft + self.verify) / self.single
 
 
-def round_costs(engine: Engine, batch: int, slots: int, repeats: int = 10) -> RoundCosts:
+def round_costs(
+    speculative: Engine, plain: Engine, batch: int, slots: int, repeats: int = 10
+) -> RoundCosts:
     """Measures greedy rounds on caches half full.
 
     Args:
-      engine: target and drafter.
+      speculative: target and drafter.
+      plain: the same target alone.
       batch: rows.
-      slots: cache slots, a bucket of the engine.
+      slots: cache slots, a bucket of the engines.
       repeats: timed calls of each part, interleaved.
     """
-    target, proposer, models = engine.target, engine.proposer, engine.models
-    size = proposer.block_size
-    where = jnp.full((batch,), slots // 2, jnp.int32)
-    context = proposer.init_cache(models.proposer, batch, slots)
-    decide = rule(None)
-
-    @functools.partial(jax.jit, donate_argnums=2)
-    def run_target(models, tokens, cache):
-        positions = where[:, None] + jnp.arange(tokens.shape[1])
-        hidden, _, cache = target.states(models.target, tokens, cache, where, positions)
-        return cache, jnp.argmax(target.logits(models.target, hidden), -1)
-
-    @jax.jit
-    def run_drafter(models, tokens, context):
-        keys = jnp.broadcast_to(jax.random.key(0), (batch, size))
-        lent = target.lend(models.target)
-        draft = proposer.draft(
-            models.proposer, lent, tokens[:, 0], context, where, where, decide.choose, keys
-        )
-        return context, draft.tokens
-
-    one, block = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, size + 1), jnp.int32)
+    size = speculative.proposer.block_size
     parts = {
-        "single": (run_target, one, target.init_cache(models.target, batch, slots)),
-        "verify": (run_target, block, target.init_cache(models.target, batch, slots)),
-        "draft": (run_drafter, one, context),
+        "single": _target_part(plain, batch, slots, 1),
+        "verify": _target_part(speculative, batch, slots, size + 1),
+        "draft": _draft_part(speculative, batch, slots),
     }
     times = {name: [] for name in parts}
     for repeat in range(repeats + 1):  # the first round compiles
-        for name, (run, tokens, cache) in parts.items():
+        for name, part in parts.items():
             begun = time.perf_counter()
-            cache, _ = jax.block_until_ready(run(models, tokens, cache))
+            part()
             if repeat:
                 times[name].append(time.perf_counter() - begun)
-            parts[name] = (run, tokens, cache)
     return RoundCosts(**{name: statistics.median(taken) for name, taken in times.items()})
+
+
+def _target_part(engine: Engine, batch: int, slots: int, length: int) -> Callable[[], None]:
+    """The target on `length` tokens a row, up to the argmax."""
+    target, models = engine.target, engine.models
+    where = jnp.full((batch,), slots // 2, jnp.int32)
+    positions = where[:, None] + jnp.arange(length)
+    tokens = jnp.zeros((batch, length), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(models, cache):
+        hidden, _, cache = target.states(models.target, tokens, cache, where, positions)
+        return cache, jnp.argmax(target.logits(models.target, hidden), -1)
+
+    return _carrying(run, models, target.init_cache(models.target, batch, slots))
+
+
+def _draft_part(engine: Engine, batch: int, slots: int) -> Callable[[], None]:
+    """The drafter's block, and its context features of a round."""
+    target, proposer, models = engine.target, engine.proposer, engine.models
+    size = proposer.block_size
+    where = jnp.full((batch,), slots // 2, jnp.int32)
+    positions = where[:, None] + jnp.arange(size + 1)
+    tokens = jnp.zeros((batch, size + 1), jnp.int32)
+    shapes = jax.eval_shape(
+        lambda p: target.states(p, tokens, target.init_cache(p, batch, slots), where, positions),
+        models.target,
+    )
+    features = jnp.zeros(shapes[1].shape, shapes[1].dtype)
+    keys = jnp.broadcast_to(jax.random.key(0), (batch, size))
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(models, context):
+        lent, choose = target.lend(models.target), rule(None).choose
+        anchors = tokens[:, 0]
+        draft = proposer.draft(models.proposer, lent, anchors, context, where, where, choose, keys)
+        context = proposer.extend(models.proposer, features, context, where, positions)
+        return context, draft.tokens
+
+    return _carrying(run, models, proposer.init_cache(models.proposer, batch, slots))
+
+
+def _carrying(run: Callable, models: Models, cache: Cache) -> Callable[[], None]:
+    """A call that hands the donated cache on to the next."""
+    held = [cache]
+
+    def part() -> None:
+        held[0], _ = jax.block_until_ready(run(models, held[0]))
+
+    return part

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +156,19 @@ class DrafterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Options:
+    """How prompts are rendered and answers sampled."""
+
+    max_new_tokens: int = 128  # new tokens an answer, at most
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # keep the k most likely tokens, 0 = all
+    top_p: float = 1.0  # then keep the smallest most-likely set of this mass, 1 = all
+    seed: int = 0  # prompt i uses seed + i
+    system: str | None = None  # system message, the template's own by default
+    raw: bool = False  # continue the text itself, without the chat template
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterRecipe:
     """What a user chooses about a new drafter; the rest follows from the target."""
 
@@ -168,6 +181,13 @@ class DrafterRecipe:
     confidence: Confidence | None = Confidence()  # confidence head
     start: Literal["random", "target_last"] = "random"  # initial backbone layers
     scale_features: bool = False  # measure each tap and bring it to unit mean square
+
+    def __post_init__(self):
+        for field in ("num_layers", "block_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"drafter.{field} = {getattr(self, field)}: must be at least 1")
+        if self.head is not None and self.head.rank < 1:
+            raise ValueError(f"drafter.head.rank = {self.head.rank}: must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +237,7 @@ class TrainConfig:
     log_every: int = 10  # steps between two lines of metrics
     save_every: int = 500  # steps between two checkpoints
     keep: int = 2  # checkpoints kept
+    export_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the exported drafter
 
     def __post_init__(self):
         for field in (
@@ -243,6 +264,14 @@ class TrainConfig:
                 f"anchor_chunk = {self.anchor_chunk} must divide "
                 f"batch_size * num_anchors = {blocks}"
             )
+
+
+def as_dict(value: Any) -> Any:
+    """A config as plain values, ready for JSON; a head says its `kind`."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {f.name: as_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return {"kind": type(value).__name__, **fields} if isinstance(value, Head) else fields
 
 
 def spread_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dspark_jax.config import TrainConfig
+from dspark_jax.config import Options, TrainConfig
 from dspark_jax.decode import answer
-from dspark_jax.decode.answer import Answer, Options, Prompt
+from dspark_jax.decode.answer import Answer, Prompt
 from dspark_jax.decode.engine import engine
 from dspark_jax.evaluate import Summary, summarise
 from dspark_jax.nn.drafter import Drafter
@@ -40,7 +40,8 @@ def stream(
 ) -> Iterator[str]:
     """One answer, text as rounds commit it."""
     one = engine(target.model, drafter, target.tokenizer.stop_tokens)
-    return answer.stream(one, target.tokenizer, _prompts([prompt])[0], Options(**options))
+    pieces = answer.stream(one, target.tokenizer, _prompts([prompt])[0], Options(**options))
+    return (piece for _, piece in pieces if isinstance(piece, str))
 
 
 def evaluate(
@@ -60,4 +61,6 @@ def train(config: TrainConfig) -> Path:
 
 
 def _prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts = {prompts!r}: give a list of prompts, [{prompts!r}]")
     return [p if isinstance(p, Prompt) else Prompt(turns=(p,)) for p in prompts]

@@ -1,12 +1,14 @@
 """Prompts in text -> answers in text: chat template, turns in order, streaming."""
 
 import dataclasses
-import json
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark_jax import jsonl
+from dspark_jax.config import Options
 from dspark_jax.decode.engine import Engine, Generation, Request
 from dspark_jax.text import Detokenizer, Tokenizer
 
@@ -19,19 +21,6 @@ class Prompt:
 
     turns: tuple[str, ...]  # user turns, answered one after the other
     messages: tuple[Message, ...] = ()  # what was said before
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How prompts are rendered and answers sampled."""
-
-    max_new_tokens: int = 128  # exact bound on new tokens an answer
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # 0 = all
-    top_p: float = 1.0  # 1 = all
-    seed: int = 0  # prompt i uses seed + i
-    system: str | None = None  # system message, None = the template's own
-    raw: bool = False  # continue the text itself, without a chat template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +61,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     Raises:
       ValueError: the file is absent or empty, or a line is neither; it names the line.
     """
-    if not path.exists():
-        raise ValueError(f"prompts = {path}: no such file")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip() and (limit is None or len(prompts) < limit):
-            try:
-                prompts.append(_prompt(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+    prompts = list(itertools.islice(jsonl.read(path, "prompts", _prompt), limit))
     if not prompts:
         raise ValueError(f"prompts = {path}: holds no prompt")
     return prompts
@@ -93,7 +74,12 @@ def _prompt(row: dict) -> Prompt:
             raise ValueError("`turns` must be a non-empty list of texts")
         return Prompt(turns=tuple(turns))
     if "messages" in row:
-        *before, last = row["messages"]
+        messages = row["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("`messages` must be a non-empty list")
+        *before, last = messages
+        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+            raise ValueError("each of `messages` must have a role and a text as content")
         if last.get("role") != "user":
             raise ValueError(f"the last of `messages` has role {last.get('role')!r}, not 'user'")
         return Prompt(turns=(last["content"],), messages=tuple(before))
@@ -108,6 +94,8 @@ def answers(
     batch_size: int = 1,
 ) -> Iterator[Answer]:
     """Answers every turn of every prompt; a batch is decoded as soon as the last is consumed."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}: must be at least 1")
     said = [list(_opening(prompt, options)) for prompt in prompts]
     for turn in range(max((len(p.turns) for p in prompts), default=0)):
         waiting = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
@@ -135,30 +123,35 @@ def answers(
 
 def stream(
     engine: Engine, tokenizer: Tokenizer, prompt: Prompt, options: Options = Options()
-) -> Iterator[str]:
-    """The answer to a prompt's turns, text as rounds commit it; pieces join to the whole.
+) -> Iterator[tuple[int, str | Generation]]:
+    """The answers to a prompt's turns: (turn, text) as rounds commit it, then (turn, Generation).
 
-    The generator's return value is the list of generations, one a turn.
+    The texts of a turn join to the whole answer.
     """
-    said, generations = list(_opening(prompt, options)), []
-    for turn in prompt.turns:
-        said.append({"role": "user", "content": turn})
-        detokenizer, pieces = Detokenizer(tokenizer), []
+    said = list(_opening(prompt, options))
+    for turn, user in enumerate(prompt.turns):
+        said.append({"role": "user", "content": user})
+        detokenizer, text = Detokenizer(tokenizer), ""
         rounds = engine.stream(request(tokenizer, said, options, 0))
-        while True:
+        generation = None
+        while generation is None:
             try:
                 piece = detokenizer.feed(next(rounds))
             except StopIteration as end:
-                generations.append(end.value)
-                break
-            pieces.append(piece)
+                piece, generation = detokenizer.flush(), end.value
+            text += piece
             if piece:
-                yield piece
-        pieces.append(detokenizer.flush())
-        if pieces[-1]:
-            yield pieces[-1]
-        said.append({"role": "assistant", "content": "".join(pieces)})
-    return generations
+                yield turn, piece
+        yield turn, generation
+        said.append({"role": "assistant", "content": text})
+
+
+def first_requests(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Options
+) -> list[Request]:
+    """The requests of the prompts' first turns."""
+    said = ([*_opening(p, options), {"role": "user", "content": p.turns[0]}] for p in prompts)
+    return [request(tokenizer, messages, options, i) for i, messages in enumerate(said)]
 
 
 def _opening(prompt: Prompt, options: Options) -> Iterator[Message]:
@@ -169,6 +162,8 @@ def _opening(prompt: Prompt, options: Options) -> Iterator[Message]:
 
 def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int) -> Request:
     """One request for the next answer of a conversation."""
+    if options.raw and options.system is not None:
+        raise ValueError("system and raw are both set: a raw text has no system message")
     if options.raw:
         tokens = tokenizer.encode("".join(message["content"] for message in said))
     else:

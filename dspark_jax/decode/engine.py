@@ -1,6 +1,8 @@
 """Requests -> padded batches of few shapes -> generations; whole, or round by round."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -11,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from dspark_jax.base import Proposer, TargetFunctions
+from dspark_jax.config import Options
 from dspark_jax.decode import generate
 from dspark_jax.decode.draft import proposer
 from dspark_jax.decode.generate import Models, ModelTarget, Progress, Requests
@@ -27,11 +30,11 @@ class Request:
     """One prompt and how to continue it."""
 
     tokens: tuple[int, ...]  # the prompt's ids
-    max_new_tokens: int = 128  # exact bound on new tokens
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # 0 = all
-    top_p: float = 1.0  # 1 = all
-    seed: int = 0  # of this request alone
+    max_new_tokens: int = Options.max_new_tokens  # exact bound on new tokens
+    temperature: float = Options.temperature  # 0 = greedy
+    top_k: int = Options.top_k  # 0 = all
+    top_p: float = Options.top_p  # 1 = all
+    seed: int = Options.seed  # of this request alone
     positions: tuple[int, ...] | None = None  # rotary positions of the prompt, None = 0, 1, ...
 
 
@@ -54,8 +57,8 @@ class Generation:
 class Engine:
     """A target and a proposer, ready to decode batches.
 
-    Every array shape depends on the batch size and the slot bucket alone, so that as many programs
-    are compiled as buckets are used.
+    Every array shape depends on the batch size and the slot bucket alone: a bucket is compiled once
+    for greedy batches and once for batches that sample.
     """
 
     target: TargetFunctions
@@ -67,6 +70,12 @@ class Engine:
     chunk: int = 64  # prompt tokens a prefill pass
     smallest_bucket: int = 256  # slots; buckets are its doublings
     mesh: Mesh | None = None  # devices the batch is split over
+
+    def __post_init__(self):
+        if self.chunk < 1 or self.smallest_bucket < 1 or self.smallest_bucket % self.chunk:
+            raise ValueError(
+                f"chunk = {self.chunk} must divide smallest_bucket = {self.smallest_bucket}"
+            )
 
     def bucket(self, length: int) -> int:
         """Slots allocated for rows of up to this length."""
@@ -83,7 +92,9 @@ class Engine:
         Raises:
           ValueError: a request is empty, too long, or names ids outside the vocabulary.
         """
-        size = batch_size or max(len(requests), 1)
+        size = max(len(requests), 1) if batch_size is None else batch_size
+        if size < 1:
+            raise ValueError(f"batch_size = {size}: must be at least 1")
         done: list[Generation] = []
         for start in range(0, len(requests), size):
             batch = requests[start : start + size]
@@ -144,33 +155,14 @@ class Engine:
         return static, self.models, padded, progress
 
     def _limit(self, index: int, request: Request) -> int:
-        """Length at which a request must stop; also refuses what cannot be decoded."""
-        length, where = len(request.tokens), f"request {index}: "
-        if not length:
-            raise ValueError(where + "the prompt has no tokens; give at least one")
-        outside = [t for t in request.tokens if not 0 <= t < self.vocab_size]
-        if outside:
-            raise ValueError(
-                where + f"token ids {outside[:5]} are outside the target's 0..{self.vocab_size - 1}"
-            )
-        if length > self.max_length:
-            raise ValueError(
-                where + f"the prompt has {length} tokens, the target sees {self.max_length}: "
-                "shorten it"
-            )
-        if request.max_new_tokens < 0:
-            raise ValueError(where + f"max_new_tokens = {request.max_new_tokens}: must be >= 0")
-        if request.temperature < 0:
-            raise ValueError(where + f"temperature = {request.temperature}: must be >= 0")
-        if request.top_k < 0:
-            raise ValueError(where + f"top_k = {request.top_k}: must be >= 0 (0 = all)")
-        if not 0 < request.top_p <= 1:
-            raise ValueError(where + f"top_p = {request.top_p}: must be in (0, 1]")
-        if request.positions is not None and len(request.positions) != length:
-            raise ValueError(
-                where + f"{len(request.positions)} positions for {length} tokens: give one a token"
-            )
-        return min(length + request.max_new_tokens, self.max_length)
+        """Length at which a request must stop."""
+        try:
+            check(request, self.vocab_size, self.max_length)
+        except ValueError as error:
+            raise ValueError(f"request {index}: {error}") from None
+        length = len(request.tokens)
+        room = self.max_length - (request.positions[-1] + 1 if request.positions else length)
+        return length + min(request.max_new_tokens, room)
 
     def _sampling(self, batch: Sequence[Request], padding: int) -> Sampling | None:
         if all(r.temperature < GREEDY_BELOW for r in batch):
@@ -198,6 +190,41 @@ class Engine:
                 )
             )
         return generations
+
+
+def check(request: Request, vocab_size: int, max_length: int) -> None:
+    """Refuses what cannot be decoded.
+
+    Raises:
+      ValueError: names the field, its value and what is allowed.
+    """
+    length, positions = len(request.tokens), request.positions
+    if not length:
+        raise ValueError("the prompt has no tokens: give at least one")
+    outside = [t for t in request.tokens if not 0 <= t < vocab_size]
+    if outside:
+        raise ValueError(f"token ids {outside[:5]} are outside the target's 0..{vocab_size - 1}")
+    if length > max_length:
+        raise ValueError(
+            f"the prompt has {length} tokens, the target sees {max_length}: shorten it"
+        )
+    if request.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {request.max_new_tokens}: must be >= 0")
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        raise ValueError(f"temperature = {request.temperature}: must be finite and >= 0")
+    if request.top_k < 0:
+        raise ValueError(f"top_k = {request.top_k}: must be >= 0 (0 = all)")
+    if not 0 < request.top_p <= 1:
+        raise ValueError(f"top_p = {request.top_p}: must be in (0, 1]")
+    if not 0 <= request.seed < 2**32:
+        raise ValueError(f"seed = {request.seed}: must be in 0..{2**32 - 1}")
+    if positions is None:
+        return
+    if len(positions) != length:
+        raise ValueError(f"{len(positions)} positions for {length} tokens: give one a token")
+    rises = all(a < b for a, b in itertools.pairwise(positions))
+    if not rises or positions[0] < 0 or positions[-1] >= max_length:
+        raise ValueError(f"positions must rise within 0..{max_length - 1}, got {positions}")
 
 
 def engine(
@@ -242,8 +269,8 @@ def check_pair(target: Target, drafter: Drafter) -> None:
     ours, theirs = drafter.config, target.config
     if ours.geometry.width != theirs.geometry.width:
         raise ValueError(
-            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: "
-            "this drafter was made for another target"
+            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: this "
+            "drafter was made for another target; give one made for it, or none"
         )
     if ours.vocab_size < theirs.vocab_size:
         raise ValueError(

@@ -93,7 +93,7 @@ class Progress:
       lengths: committed tokens, prompt included; the last one is the anchor.
       done: rows that take no more tokens.
       rounds: rounds a row took part in.
-      survived: rounds in which position k was accepted.
+      survived: rounds in which draft position k was accepted and committed.
       target_cache: of the target, every slot before the anchor.
       context: the proposer's, every slot before the anchor.
     """
@@ -224,15 +224,12 @@ def advance_round(
     )
     verdict = decide.accept(draft, target.logits(models.target, hidden), fold(round_keys, _VERIFY))
     context = proposer.extend(models.proposer, features, progress.context, slots, positions)
-    active = ~progress.done
-    stands = verdict.accepted[:, None] > jnp.arange(size)
     progress = progress.replace(
-        target_cache=cache,
-        context=context,
-        rounds=progress.rounds + active,
-        survived=progress.survived + (stands & active[:, None]),
+        target_cache=cache, context=context, rounds=progress.rounds + ~progress.done
     )
-    return commit(requests, progress, draft.tokens, verdict)
+    progress, added = commit(requests, progress, draft.tokens, verdict)
+    kept = jnp.minimum(verdict.accepted, added.counts)[:, None] > jnp.arange(size)
+    return progress.replace(survived=progress.survived + kept), added
 
 
 def commit(

@@ -1,6 +1,5 @@
 """Conversations the target has answered -> batches; shuffled each epoch, resumable anywhere."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,9 +7,10 @@ import chex
 import grain
 import numpy as np
 
+from dspark_jax import jsonl
 from dspark_jax.base import Batch
 
-Render = Callable[[list[dict]], tuple[list[int], list[bool]]]  # messages -> tokens, loss mask
+Render = Callable[..., tuple[list[int], list[bool]]]  # (messages, finished=) -> tokens, loss mask
 
 
 @chex.dataclass(frozen=True)
@@ -49,27 +49,21 @@ def read(
     """Reads JSON lines of answered conversations.
 
     A line gives `tokens` and `reply_start` (index of the first answer token), or `messages`,
-    which `render` turns into tokens and a mask.
+    which `render` turns into tokens and a mask; `finished` = false says that the last answer was
+    cut short.
 
     Raises:
       ValueError: a line is malformed, names ids outside the vocabulary, or nothing is left.
     """
-    if not path.exists():
-        raise ValueError(f"data = {path}: no such file")
     kept, dropped = [], 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            conversation = _conversation(json.loads(line), render, vocab_size)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        conversation = conversation.replace(
-            tokens=conversation.tokens[:max_length],
-            loss_mask=conversation.loss_mask[:max_length],
+    for conversation in jsonl.read(
+        path, "data", lambda row: _conversation(row, render, vocab_size)
+    ):
+        cut = conversation.replace(
+            tokens=conversation.tokens[:max_length], loss_mask=conversation.loss_mask[:max_length]
         )
-        if _trainable(conversation.loss_mask, min_supervised):
-            kept.append(conversation)
+        if _trainable(cut.loss_mask, min_supervised):
+            kept.append(cut)
         else:
             dropped += 1
     if not kept:
@@ -86,20 +80,21 @@ def _trainable(mask: np.ndarray, min_supervised: int) -> bool:
 
 def _conversation(row: dict, render: Render | None, vocab_size: int) -> Conversation:
     if "tokens" in row and "reply_start" in row:
-        tokens = np.asarray(row["tokens"], np.int32)
-        mask = np.arange(len(tokens)) >= row["reply_start"]
+        tokens, start = np.asarray(row["tokens"]), row["reply_start"]
+        if type(start) is not int or not start >= 0:
+            raise ValueError(f"`reply_start` = {start!r}: must be an index into `tokens`")
+        mask = np.arange(tokens.size) >= start
     elif "messages" in row and render is not None:
-        tokens, mask = (np.asarray(x) for x in render(row["messages"]))
-        tokens, mask = tokens.astype(np.int32), mask.astype(bool)
+        tokens, mask = map(np.asarray, render(row["messages"], finished=row.get("finished", True)))
     else:
         raise ValueError("has neither `tokens` with `reply_start` nor `messages`")
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError("`tokens` must be a non-empty list of ids")
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind != "i":
+        raise ValueError("`tokens` must be a non-empty list of whole numbers")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
             f"token ids {tokens.min()}..{tokens.max()} are outside the target's 0..{vocab_size - 1}"
         )
-    return Conversation(tokens=tokens, loss_mask=mask)
+    return Conversation(tokens=tokens.astype(np.int32), loss_mask=mask.astype(bool))
 
 
 def collate(conversations: Sequence[Conversation], multiple: int) -> Batch:

@@ -5,21 +5,22 @@ times (a small corpus, a slow machine) it is cheaper to keep its features: 4 (F 
 in fp32, bounded by `max_cache_bytes`.
 """
 
-import functools
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dspark_jax.nn.target import Target
-from dspark_jax.train.data import Conversation, collate
+from dspark_jax.train.data import Corpus, collate
+from dspark_jax.train.workdir import digest
 
 log = logging.getLogger(__name__)
+_RECORD_EVERY = 20  # batches between two records of what is done
 
 
 @chex.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Cache:
 
 def build(
     target: Target,
-    conversations: Sequence[Conversation],
+    corpus: Corpus,
     target_layer_ids: tuple[int, ...],
     folder: Path,
     max_bytes: int,
@@ -53,8 +54,10 @@ def build(
     """Runs the target over every conversation, continuing where an earlier call stopped.
 
     Raises:
-      ValueError: the cache would be larger than `max_bytes`; nothing is written then.
+      ValueError: the cache would be larger than `max_bytes`, and nothing is written then; or the
+        folder holds another corpus's features.
     """
+    conversations = corpus.conversations
     lengths = np.asarray([len(c.tokens) for c in conversations])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     width, dtype = target.config.geometry.width, np.dtype(target.embed_tokens[...].dtype)
@@ -71,8 +74,30 @@ def build(
         for name, columns in widths.items()
     }
     cache = Cache(starts=starts, **arrays)
-    _run(target, conversations, target_layer_ids, cache, folder / "progress.json", batch_size)
+    progress = _Progress(folder / "progress.json", digest(corpus))
+    _run(target, corpus, target_layer_ids, cache, progress, batch_size)
     return cache
+
+
+class _Progress:
+    """How many conversations are done, of which corpus; written only behind their data."""
+
+    def __init__(self, path: Path, corpus: str):
+        self._path, self._corpus = path, corpus
+        kept = json.loads(path.read_text()) if path.exists() else {"done": 0, "corpus": corpus}
+        if kept["corpus"] != corpus:
+            raise ValueError(
+                f"{path.parent} holds the features of another corpus: "
+                "delete the folder or use another workdir"
+            )
+        self.done = kept["done"]
+
+    def record(self, done: int, cache: Cache) -> None:
+        cache.features.flush()
+        cache.hidden.flush()
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"done": done, "corpus": self._corpus}))
+        temporary.replace(self._path)
 
 
 def _open(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
@@ -89,24 +114,33 @@ def _open(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
     return kept.view(dtype)
 
 
-def _run(target, conversations, target_layer_ids, cache: Cache, progress: Path, batch_size: int):
-    """Longest last, in batches of similar length; each finished batch is recorded."""
+def _run(
+    target: Target,
+    corpus: Corpus,
+    target_layer_ids: tuple[int, ...],
+    cache: Cache,
+    progress: _Progress,
+    batch_size: int,
+) -> None:
+    """Longest last, in batches of similar length."""
+    conversations = corpus.conversations
     order = np.argsort([len(c.tokens) for c in conversations], kind="stable")
-    done = json.loads(progress.read_text())["done"] if progress.exists() else 0
-    states = jax.jit(functools.partial(_states, target_layer_ids))
-    for first in range(done, len(order), batch_size):
+    graphdef, params = nnx.split(target)
+
+    @jax.jit
+    def states(params, tokens):
+        return nnx.merge(graphdef, params)(tokens, target_layer_ids)[:2]
+
+    for first in range(progress.done, len(order), batch_size):
         group = order[first : first + batch_size]
         tokens = collate([conversations[i] for i in group], 64).tokens
         padded = np.pad(tokens, ((0, batch_size - len(group)), (0, 0)))
-        hidden, features = jax.device_get(states(target, jnp.asarray(padded)))
+        hidden, features = jax.device_get(states(params, jnp.asarray(padded)))
         for row, i in enumerate(group):
             length = len(conversations[i].tokens)
             to_features, to_hidden = cache.rows(i, length)
             to_features[:], to_hidden[:] = features[row, :length], hidden[row, :length]
-        progress.write_text(json.dumps({"done": min(first + batch_size, len(order))}))
-        if first // batch_size % 20 == 0:
-            log.info("target features: %d of %d conversations", first, len(order))
-
-
-def _states(target_layer_ids, target, tokens):
-    return target(tokens, target_layer_ids)[:2]
+        done = min(first + batch_size, len(order))
+        if done == len(order) or done // batch_size % _RECORD_EVERY == 0:
+            progress.record(done, cache)
+            log.info("target features: %d of %d conversations", done, len(order))

@@ -1,12 +1,13 @@
 """The run: build, restore, and for each batch: step, log, save."""
 
-import dataclasses
 import functools
 import json
 import logging
+import math
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grain
@@ -24,6 +25,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.train import data, features, initial, optimizer, vocabulary
 from dspark_jax.train.losses import Tally
 from dspark_jax.train.step import TrainState, train_step
+from dspark_jax.train.workdir import open_metrics, pin
 
 log = logging.getLogger(__name__)
 Report = Callable[[dict], None]
@@ -48,52 +50,65 @@ def run(
     Returns:
       The trained drafter, in fp32.
     """
-    workdir = Path(config.workdir)
-    _pin_config(workdir, config, drafter_config)
+    workdir, samples = Path(config.workdir), corpus.conversations
     graphdef, state, chain = start(config, target, drafter_config)
-    samples = corpus.conversations
-    batches = data.batches(
-        samples,
-        config.batch_size,
-        config.length_multiple,
-        config.seed,
-        _attach(config, target, samples, drafter_config),
-    )
+    attach = _attach(config, target, corpus, drafter_config)
+    pin(workdir, config, drafter_config, corpus)
+    batches = data.batches(samples, config.batch_size, config.length_multiple, config.seed, attach)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
         state, position = checkpoints.restore(state)
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
-    step = jax.jit(
-        functools.partial(
-            train_step,
+    step = _jitted_step(config, chain, graphdef, target, corpus)
+    try:
+        state = _steps(config, step, state, batches, checkpoints, report)
+    finally:
+        checkpoints.close()
+    return nnx.merge(graphdef, state.params)
+
+
+def _jitted_step(
+    config: TrainConfig,
+    chain: optax.GradientTransformation,
+    graphdef: nnx.GraphDef,
+    target: Target,
+    corpus: data.Corpus,
+) -> Callable:
+    """(state, batch) -> (state, metrics), compiled once per padded length; the state is donated."""
+    target_graphdef, target_params = nnx.split(target)
+    split = None
+    if config.frequent_tokens:
+        sizes = target.config.vocab_size, config.frequent_tokens, config.drawn_tokens
+        split = vocabulary.split(corpus.conversations, *sizes)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, params, batch, split):
+        return train_step(
             chain,
             graphdef,
             config.losses,
             config.num_anchors,
             config.anchor_chunk,
             config.drawn_tokens,
-        ),
-        donate_argnums=0,
-    )
-    split = None
-    if config.frequent_tokens:
-        split = vocabulary.split(samples, target.config.vocab_size, config.frequent_tokens)
-    step = functools.partial(step, split=split)
-    try:
-        state = _steps(config, step, state, target, batches, checkpoints, report)
-    finally:
-        checkpoints.close()
-    return nnx.merge(graphdef, state.params)
+            state,
+            nnx.merge(target_graphdef, params),
+            batch,
+            split,
+        )
+
+    return lambda state, batch: step(state, target_params, batch, split)
 
 
-def _attach(config: TrainConfig, target: Target, samples, drafter: DrafterConfig) -> Callable:
+def _attach(
+    config: TrainConfig, target: Target, corpus: data.Corpus, drafter: DrafterConfig
+) -> Callable:
     """How samples get the target's features: from disk, or not before the step."""
     if not config.max_cache_bytes:
         return lambda index, conversation: conversation
     folder = Path(config.workdir) / "features"
-    ids = drafter.target_layer_ids
-    cache = features.build(target, samples, ids, folder, config.max_cache_bytes)
+    ids, limit = drafter.target_layer_ids, config.max_cache_bytes
+    cache = features.build(target, corpus, ids, folder, limit)
 
     def attach(index: int, conversation: data.Conversation) -> data.Conversation:
         known = cache.rows(index, len(conversation.tokens))
@@ -127,43 +142,54 @@ def _steps(
     config: TrainConfig,
     step: Callable,
     state: TrainState,
-    target: Target,
     batches: grain.DatasetIterator[Batch],
     checkpoints: Checkpoints,
     report: Report,
 ) -> TrainState:
-    begun, supervised = time.monotonic(), 0
-    with _StopRequests() as stop_requested, _metrics_file(config) as lines:
-        for number in range(int(state.step) + 1, config.steps + 1):
+    window, begun, first = [], time.monotonic(), int(state.step) + 1
+    with _StopRequests() as stop_requested, open_metrics(Path(config.workdir), first - 1) as lines:
+        for number in range(first, config.steps + 1):
             batch = next(batches)
-            supervised += int(batch.loss_mask.sum())
-            state, metrics = step(state, target, jax.tree.map(jnp.asarray, batch))
-            if number % config.log_every == 0 or number == config.steps:
-                line = {"step": number, **summary(metrics)}
+            state, metrics = step(state, jax.tree.map(jnp.asarray, batch))
+            window.append({**metrics, "supervised": int(batch.loss_mask.sum())})
+            if number == config.steps or number % config.log_every == 0:
+                line = {"step": number, **summary(window)}
+                _refuse_nonfinite(line)
+                supervised = sum(entry["supervised"] for entry in window)
                 line["tokens_per_second"] = supervised / (time.monotonic() - begun)
-                begun, supervised = time.monotonic(), 0
+                window, begun = [], time.monotonic()
                 lines.write(json.dumps(line) + "\n")
                 lines.flush()
                 report(line)
-            last = number == config.steps or stop_requested()
-            if last or number % config.save_every == 0:
+            is_stopping = stop_requested()
+            if is_stopping or number == config.steps or number % config.save_every == 0:
                 checkpoints.save(number, state, batches.get_state())
-            if stop_requested():
+            if is_stopping:
                 log.warning("stopped by a signal; step %d is saved", number)
                 raise SystemExit(143)
     return state
 
 
-def summary(metrics: dict) -> dict:
-    """Plain numbers of one step's metrics; ratios of pooled sums."""
-    tally: Tally = jax.device_get(metrics["tally"])
+def _refuse_nonfinite(line: dict) -> None:
+    """Stops before a broken state is saved over a good one."""
+    if not math.isfinite(line["loss"] + line["gradient_norm"]):
+        raise FloatingPointError(
+            f"step {line['step']}: loss = {line['loss']}, gradient norm = {line['gradient_norm']}; "
+            "resume from the last checkpoint with a lower optimizer.learning_rate"
+        )
+
+
+def summary(window: Sequence[dict]) -> dict:
+    """Plain numbers of some steps' metrics: means of the losses, ratios of pooled sums."""
+    window = jax.device_get(list(window))
+    tally: Tally = jax.tree.map(lambda *xs: np.sum(xs, 0), *(entry["tally"] for entry in window))
     counted, blocks = np.maximum(tally.counted, 1), max(float(tally.blocks), 1)
     return {
-        "loss": float(metrics["loss"]),
-        "gradient_norm": float(metrics["gradient_norm"]),
-        "cross_entropy": float(tally.cross_entropy),
-        "l1": float(tally.l1),
-        "confidence": float(tally.confidence),
+        "loss": float(np.mean([entry["loss"] for entry in window])),
+        "gradient_norm": float(np.mean([entry["gradient_norm"] for entry in window])),
+        "cross_entropy": float(tally.cross_entropy) / len(window),
+        "l1": float(tally.l1) / len(window),
+        "confidence": float(tally.confidence) / len(window),
         "accept_rate": [round(float(x), 4) for x in tally.accepted / counted],
         "agree_rate": [round(float(x), 4) for x in tally.agreed / counted],
         "expected_length": float(tally.expected) / blocks,
@@ -172,52 +198,19 @@ def summary(metrics: dict) -> dict:
     }
 
 
-def _pin_config(workdir: Path, config: TrainConfig, drafter: DrafterConfig) -> None:
-    """Stores the resolved config; a resumed run must have the same, field by field."""
-    resolved = json.loads(
-        json.dumps({"train": dataclasses.asdict(config), "drafter": dataclasses.asdict(drafter)})
-    )
-    path = workdir / "config.json"
-    if path.exists():
-        changed = _differences(json.loads(path.read_text(encoding="utf-8")), resolved)
-        if changed:
-            raise ValueError(
-                f"{path} was written by a run with other settings: {'; '.join(changed)}. "
-                "Use the same settings to resume, or another workdir"
-            )
-        return
-    workdir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(resolved, indent=1) + "\n", encoding="utf-8")
-
-
-_MAY_CHANGE = {"train.log_every", "train.save_every", "train.keep", "train.workdir"}
-
-
-def _differences(old: dict, new: dict, prefix: str = "") -> list[str]:
-    found = []
-    for name in sorted(set(old) | set(new)):
-        was, now, path = old.get(name), new.get(name), prefix + name
-        if isinstance(was, dict) and isinstance(now, dict):
-            found += _differences(was, now, path + ".")
-        elif was != now and path not in _MAY_CHANGE:
-            found.append(f"{path} was {was!r}, is {now!r}")
-    return found
-
-
 class _StopRequests:
     """Context: SIGTERM becomes a question that the loop asks at step boundaries."""
 
     def __enter__(self) -> Callable[[], bool]:
         self._requested = False
-        self._before = signal.signal(signal.SIGTERM, self._request)
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:  # Python lets no other thread handle signals
+            self._before = signal.signal(signal.SIGTERM, self._request)
         return lambda: self._requested
 
     def _request(self, *_) -> None:
         self._requested = True
 
     def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-
-
-def _metrics_file(config: TrainConfig):
-    return (Path(config.workdir) / "metrics.jsonl").open("a", encoding="utf-8")
+        if self._is_main:
+            signal.signal(signal.SIGTERM, self._before)

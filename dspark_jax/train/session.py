@@ -12,6 +12,7 @@ from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import data, initial, loop
+from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
 from dspark_jax.weights.load import LoadedTarget, load_target
 
@@ -23,7 +24,7 @@ def train(config: TrainConfig) -> Path:
     """Trains a drafter and writes it to `workdir`/drafter; a stopped run continues.
 
     Returns:
-      The folder of the drafter, in our own format, fp32.
+      The folder of the drafter, in our own format.
     """
     target = load_target(config.target)
     _check_mask_token(config, target)
@@ -37,28 +38,32 @@ def train(config: TrainConfig) -> Path:
     log.info(
         "%d conversations, %d too short and left out", len(corpus.conversations), corpus.dropped
     )
-    drafter_config = resolve(config, target.model, corpus)
+    drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
     with _progress() as progress:
         task = progress.add_task("training", total=config.steps, note="")
 
         def report(line: dict) -> None:
             note = (
-                f"loss {line['loss']:.3f}  accepted length {line['greedy_length']:.2f}  "
+                f"loss {line['loss']:.3f}  taught length {line['greedy_length']:.2f}  "
                 f"{line['tokens_per_second']:.0f} tokens/s"
             )
             progress.update(task, completed=line["step"], note=note)
 
         drafter = loop.run(config, target.model, corpus, drafter_config, report)
     folder = Path(config.workdir) / "drafter"
-    native.save(folder, drafter, jnp.float32, card(config, drafter, corpus))
+    native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
     log.info("drafter written to %s", folder)
     return folder
 
 
-def resolve(config: TrainConfig, target: Target, corpus: data.Corpus) -> DrafterConfig:
-    """The drafter's full config; taps are measured if the recipe asks for it."""
+def resolve(
+    config: TrainConfig, target: Target, corpus: data.Corpus, before: dict | None = None
+) -> DrafterConfig:
+    """The drafter's full config; taps are measured if the recipe asks for it and no run has."""
     scales = ()
-    if config.drafter.scale_features:
+    if config.drafter.scale_features and before is not None:
+        scales = tuple(before["drafter"]["feature_scales"])
+    elif config.drafter.scale_features:
         long = [c.tokens for c in corpus.conversations if len(c.tokens) >= _SCALE_TOKENS]
         if not long:
             raise ValueError(

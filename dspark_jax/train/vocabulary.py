@@ -4,6 +4,9 @@ The lm head over the whole vocabulary is most of a small drafter's training step
 of drafter and target run over the F tokens frequent in the corpus and n drawn uniformly from the
 other V - F, each of which stands for (V - F) / n tokens (Jean et al., 2015, section 3). Every token
 is drawn now and then, so that none the corpus lacks can win unseen. Decoding uses all of them.
+
+The expected denominators are those of the whole vocabulary. Labels outside the step's tokens weigh
+0: rare labels are learned less than their share.
 """
 
 from collections.abc import Sequence
@@ -43,8 +46,19 @@ class Subset:
     log_share: Float[Array, "V"]
 
 
-def split(conversations: Sequence[Conversation], vocab_size: int, frequent: int) -> Split:
-    """The `frequent` tokens the target wrote most often, ties to the lowest id; and the others."""
+def split(
+    conversations: Sequence[Conversation], vocab_size: int, frequent: int, drawn: int
+) -> Split:
+    """The `frequent` tokens the target wrote most often, ties to the lowest id; and the others.
+
+    Raises:
+      ValueError: fewer than `drawn` others are left.
+    """
+    if frequent + drawn > vocab_size:
+        raise ValueError(
+            f"frequent_tokens = {frequent} + drawn_tokens = {drawn}: "
+            f"the target's vocabulary has {vocab_size}"
+        )
     counts = np.zeros(vocab_size, np.int64)
     for conversation in conversations:
         np.add.at(counts, conversation.tokens[conversation.loss_mask], 1)

@@ -66,7 +66,7 @@ def load_drafter(
         return None
     folder = BUNDLED if name == "bundled" else Path(name).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"drafter = {name!r}: expected 'bundled', 'none' or a folder")
+        raise CheckpointError(f"drafter = {name!r}: no such folder; give one, 'bundled' or 'none'")
     config = read_json(folder / "config.json")
     if config.get("format") == native.FORMAT:
         return native.load(folder, dtype)
@@ -77,14 +77,14 @@ def load_drafter(
 
 
 def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
-    """A drafter's own embedding and lm head must be the target's: only those are used."""
+    """A drafter's own embedding and lm head must be the target's, padding rows aside."""
     pairs = (
         ("embed_tokens", lent.embedding, target.embed_tokens[...]),
         ("lm_head", lent.head, target.head),
     )
     for name, theirs, ours in pairs:
-        same = theirs.shape == ours.shape and bool(jnp.all(theirs == ours.astype(theirs.dtype)))
-        if not same:
+        rows = theirs[: ours.shape[0]]
+        if rows.shape != ours.shape or not bool(jnp.all(rows == ours.astype(rows.dtype))):
             raise CheckpointError(
                 f"{folder}: its {name}.weight differs from the target's; "
                 "this drafter was made for another target"

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from safetensors.flax import save_file
 
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import DrafterConfig, as_dict
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights.tensors import CheckpointError, fill, paths, read_folder, read_json
 
@@ -28,7 +28,7 @@ def save(folder: Path, drafter: Drafter, dtype: DTypeLike, card: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {path: jnp.asarray(value, dtype) for path, value in paths(drafter).items()}
     save_file(jax.device_get(tensors), folder / "model.safetensors")
-    config = {"format": FORMAT, **dataclasses.asdict(drafter.config)}
+    config = {"format": FORMAT, **as_dict(drafter.config)}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -68,10 +68,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
+    kinds = {o.__name__: o for o in options if dataclasses.is_dataclass(o)}
+    if kinds:
+        return from_dict(*_kind(kinds, value, where), where)
     for option in options:
         origin, inner = typing.get_origin(option), typing.get_args(option)
-        if dataclasses.is_dataclass(option):
-            return from_dict(option, value, where)
         if origin is tuple and isinstance(value, list):
             return tuple(_value(inner[0], item, where) for item in value)
         if origin is typing.Literal and value in inner:
@@ -79,3 +80,16 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if type(value) is option or (option is float and type(value) is int):
             return option(value)
     raise CheckpointError(f"{where}: {value!r} is not {hint}")
+
+
+def _kind(kinds: dict[str, type], value: Any, where: str) -> tuple[type, Any]:
+    """Which of some dataclasses an object is, by its `kind` where there is a choice."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected an object, got {value!r}")
+    fields = dict(value)
+    kind = fields.pop("kind", None)
+    if kind is None and len(kinds) == 1:
+        kind = next(iter(kinds))
+    if kind not in kinds:
+        raise CheckpointError(f"{where}: kind = {kind!r}, expected one of {', '.join(kinds)}")
+    return kinds[kind], fields

@@ -87,6 +87,8 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
         raise CheckpointError(f"model_type = {family!r}: supported are {', '.join(FAMILIES)}")
     if "quantization_config" in hf:
         raise CheckpointError("quantization_config is present: dequantise the target first")
+    if family.startswith("gemma"):
+        _check_gemma(hf, family)
     gemma, layers = family.startswith("gemma"), _field(hf, "num_hidden_layers")
     full, sliding = rotaries(hf)
     width = _field(hf, "hidden_size")
@@ -107,8 +109,27 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
 
 def _field(hf: Mapping[str, Any], name: str) -> Any:
     if hf.get(name) is None:
-        raise CheckpointError(f"config.json has no `{name}`")
+        raise CheckpointError(f"config.json has no `{name}`: save it with every field written out")
     return hf[name]
+
+
+def _check_gemma(hf: Mapping[str, Any], family: str) -> None:
+    """Gemma's published defaults differ from other families': nothing may be left unsaid."""
+    for name in ("head_dim", "query_pre_attn_scalar", "sliding_window"):
+        _field(hf, name)
+    if not hf.get("hidden_act"):
+        _field(hf, "hidden_activation")
+    softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
+    unsaid = [name for name in softcaps if family == "gemma2" and name not in hf]
+    if unsaid:
+        raise CheckpointError(f"config.json has no {unsaid}: write them out, null for none")
+    if family == "gemma3_text" and rotaries(hf)[1] is None:
+        raise CheckpointError(
+            "config.json gives no rotary theta of sliding layers: "
+            "set rope_local_base_freq, or rope_parameters.sliding_attention"
+        )
+    if hf.get("use_bidirectional_attention"):
+        raise CheckpointError("use_bidirectional_attention = true: only causal targets are run")
 
 
 def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
@@ -163,6 +184,8 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if kind == "default":
         return Rotary(theta=float(theta), partial=float(partial))
+    if kind == "yarn" and fields.get("truncate") is False:
+        raise CheckpointError("rope truncate = false: only yarn with truncation is supported")
     if fields.get("factor") is None:
         raise CheckpointError(f"rope_type = {kind!r} needs a `factor`, config.json gives none")
     factor = float(fields["factor"])

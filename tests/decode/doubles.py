@@ -141,7 +141,7 @@ def replay(script: np.ndarray, stream: np.ndarray, length: int, limit: int):
             script[length - 1] == np.pad(stream, (0, script.shape[1]))[length:][: script.shape[1]]
         )
         accepted = int(np.cumprod(right).sum())
-        survived[:accepted] += 1
+        survived[: min(accepted, limit - length)] += 1
         rounds += 1
         length = min(length + accepted + 1, limit)
     return rounds, tuple(survived.tolist())

@@ -16,7 +16,7 @@ TAPS, ROOM = (0, 1), 10**6
 
 
 def build(target, corpus, folder, max_bytes=ROOM):
-    return features.build(target, corpus.conversations, TAPS, folder, max_bytes, batch_size=3)
+    return features.build(target, corpus, TAPS, folder, max_bytes, batch_size=3)
 
 
 def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path):

@@ -27,6 +27,7 @@ from dspark_jax.decode.engine import Request, engine
 from dspark_jax.train import initial, loop
 from dspark_jax.train.data import Conversation, Corpus
 from dspark_jax.train.losses import Tally
+from dspark_jax.train.workdir import pin
 
 RECIPE = DrafterRecipe(
     num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
@@ -150,15 +151,15 @@ def test_a_cache_over_its_limit_stops_the_run_before_the_first_step(micro_target
 def test_a_changed_setting_is_named_on_resume(micro_target, corpus, tmp_path, changes, complaint):
     """T17: nothing turns itself on or off behind a resume."""
     config = make_config(tmp_path)
-    loop._pin_config(tmp_path, config, drafter_of(config, micro_target))
+    pin(tmp_path, config, drafter_of(config, micro_target), corpus)
     with pytest.raises(ValueError, match=complaint):
         run(dataclasses.replace(config, **changes), micro_target, corpus)
 
 
-def test_how_often_to_log_and_save_may_change_on_resume(micro_target, tmp_path):
+def test_how_often_to_log_and_save_may_change_on_resume(micro_target, corpus, tmp_path):
     config = make_config(tmp_path)
     for changed in (config, dataclasses.replace(config, log_every=3, save_every=5, keep=9)):
-        loop._pin_config(tmp_path, changed, drafter_of(config, micro_target))
+        pin(tmp_path, changed, drafter_of(config, micro_target), corpus)
 
 
 def test_only_the_drafter_is_in_the_optimizer(micro_target, tmp_path):
@@ -204,7 +205,7 @@ def test_metrics_are_ratios_of_sums():
         blocks=jnp.asarray(4.0),
     )
     line = loop.summary(
-        {"loss": jnp.asarray(2.0), "gradient_norm": jnp.asarray(3.0), "tally": tally}
+        [{"loss": jnp.asarray(2.0), "gradient_norm": jnp.asarray(3.0), "tally": tally}]
     )
     assert line["accept_rate"] == [0.75, 0.5, 0.0]
     assert line["agree_rate"] == [0.5, 0.5, 0.0]

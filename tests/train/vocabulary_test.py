@@ -15,18 +15,18 @@ def corpus(*tokens: int) -> list[Conversation]:
 
 
 def test_the_frequent_tokens_are_those_written_most_ties_to_the_lowest_id():
-    split = vocabulary.split(corpus(7, 7, 7, 4, 4, 9, 2), vocab_size=10, frequent=3)
+    split = vocabulary.split(corpus(7, 7, 7, 4, 4, 9, 2), vocab_size=10, frequent=3, drawn=1)
     assert split.frequent.tolist() == [2, 4, 7]
     assert sorted(split.others.tolist()) == [0, 1, 3, 5, 6, 8, 9]
 
 
 def test_only_supervised_tokens_are_counted():
     conversation = Conversation(tokens=np.asarray([5, 5, 1]), loss_mask=np.asarray([0, 0, 1], bool))
-    assert vocabulary.split([conversation], 6, 1).frequent.tolist() == [1]
+    assert vocabulary.split([conversation], 6, 1, 1).frequent.tolist() == [1]
 
 
 def test_each_drawn_token_stands_for_its_share_and_none_is_drawn_twice(key):
-    split = vocabulary.split(corpus(0, 1), vocab_size=42, frequent=2)
+    split = vocabulary.split(corpus(0, 1), vocab_size=42, frequent=2, drawn=8)
     subset = vocabulary.draw(key, split, 8)
     assert len(set(subset.tokens.tolist())) == 10
     np.testing.assert_allclose(subset.log_share, [0, 0] + [np.log(5)] * 8, rtol=1e-6)
@@ -34,7 +34,7 @@ def test_each_drawn_token_stands_for_its_share_and_none_is_drawn_twice(key):
 
 def test_the_estimated_partition_function_is_unbiased(key):
     logits = jax.random.normal(key, (42,))
-    split = vocabulary.split(corpus(0, 1), vocab_size=42, frequent=2)
+    split = vocabulary.split(corpus(0, 1), vocab_size=42, frequent=2, drawn=8)
 
     def estimate(key):
         subset = vocabulary.draw(key, split, 8)
@@ -55,3 +55,8 @@ def test_tokens_are_located_in_the_subset_or_missing():
 def test_half_a_sampled_softmax_is_refused(fields):
     with pytest.raises(ValueError, match="frequent_tokens"):
         TrainConfig(data="x", workdir="y", **fields)
+
+
+def test_more_tokens_than_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="drawn_tokens = 9"):
+        vocabulary.split(corpus(0, 1), vocab_size=10, frequent=2, drawn=9)

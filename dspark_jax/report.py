@@ -1,0 +1,97 @@
+"""What the command line prints: answers, comparisons, tables."""
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.bench import RoundCosts
+from dspark_jax.decode.answer import Answer
+from dspark_jax.decode.engine import Generation
+from dspark_jax.evaluate import Summary
+
+out, err = Console(soft_wrap=True), Console(stderr=True)
+
+
+def print_error(error: Exception) -> None:
+    """One line on standard error."""
+    err.print("[bold red]error:[/]", end=" ")
+    err.print(str(error), markup=False, highlight=False)
+
+
+def print_heading(index: int, turn: int, *labels: str) -> None:
+    """A rule above an answer."""
+    out.rule(" ".join([f"prompt {index}, turn {turn}", *labels]))
+
+
+def print_status(generation: Generation) -> None:
+    """Tokens, rounds, accepted length and finish reason, on standard error."""
+    length = generation.accepted_length
+    err.print(
+        f"({len(generation.tokens)} tokens, {generation.rounds} rounds, accepted length "
+        f"{'-' if length is None else f'{length:.2f}'}, finish: {generation.finish_reason})",
+        style="dim",
+    )
+
+
+def print_answer(answer: Answer, is_json: bool, has_heading: bool, label: str | None) -> None:
+    """One answer, as text or as a JSON object."""
+    if is_json:
+        labels = {} if label is None else {"decoding": label}
+        print(json.dumps({**answer.record(), **labels}, ensure_ascii=False), flush=True)
+        return
+    if has_heading or label:
+        print_heading(answer.index, answer.turn, *filter(None, [label]))
+    out.print(answer.text, markup=False, highlight=False)
+    print_status(answer.generation)
+
+
+def print_comparison(
+    summaries: dict[str, Summary], costs: RoundCosts, batch_size: int, is_json: bool
+) -> None:
+    """Speculative against plain decoding, and the accepted length at which they break even."""
+    table = Table(title=f"batch {batch_size}, wall time with prefill, without compilation")
+    for column in ("decoding", "tokens", "tokens/s", "accepted length", "target calls/token"):
+        table.add_column(column, justify="right")
+    for name, summary in summaries.items():
+        table.add_row(
+            name,
+            str(summary.tokens),
+            f"{summary.tokens_per_second:.1f}",
+            _number(summary.accepted_length),
+            _number(summary.calls_per_token),
+        )
+    console = err if is_json else out
+    console.print(table)
+    fast, slow = summaries["speculative"], summaries["plain"]
+    ratio = fast.tokens_per_second / slow.tokens_per_second if slow.tokens_per_second else 0.0
+    console.print(
+        f"speed-up {ratio:.2f}x; a greedy round costs draft {1e3 * costs.draft:.0f} ms + verify "
+        f"{1e3 * costs.verify:.0f} ms, a single step {1e3 * costs.single:.0f} ms: break-even at "
+        f"accepted length {costs.break_even:.2f} (prefill apart)",
+        highlight=False,
+    )
+
+
+def print_summaries(rows: Sequence[tuple[str, Summary]], is_json: bool) -> None:
+    """Accepted length and acceptance by position of prompt sets."""
+    if is_json:
+        for name, summary in rows:
+            print(json.dumps({"prompts": name, **summary.record()}), flush=True)
+        return
+    table = Table(title="accepted length = committed tokens / rounds, the bonus counted")
+    for column in ("prompts", "answers", "tokens", "rounds", "accepted length", "tokens/s"):
+        table.add_column(column, justify="right")
+    table.add_column("accepted at position k, of rounds that reached it")
+    for name, s in rows:
+        by_position = " ".join(f"{x:.2f}" for x in s.acceptance)
+        counts = (str(s.answers), str(s.tokens), str(s.rounds))
+        table.add_row(
+            name, *counts, _number(s.accepted_length), f"{s.tokens_per_second:.1f}", by_position
+        )
+    out.print(table)
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}"
