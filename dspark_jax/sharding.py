@@ -34,9 +34,10 @@ def make_mesh(text: str) -> Mesh:
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis.strip() not in AXES or not size.strip().isdigit() or int(size) < 1:
+        axis, is_new = axis.strip(), sizes.get(axis.strip()) == 1
+        if not is_new or not size.strip().isdigit() or int(size) < 1:
             raise ValueError(f"mesh = {text!r}: expected axes of {AXES}, as in 'data=2,tensor=4'")
-        sizes[axis.strip()] = int(size)
+        sizes[axis] = int(size)
     wanted, found = sizes["data"] * sizes["tensor"], jax.device_count()
     if wanted > found:
         raise ValueError(
@@ -68,11 +69,19 @@ def place(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(put, params)
 
 
-def place_rows(batch: Any, mesh: Mesh) -> Any:
-    """Arrays of a batch, split over `data` along their first axis where it divides."""
+def place_rows(batch: Any, rows: int, mesh: Mesh) -> Any:
+    """A batch's arrays of that many rows, split over `data`; the others whole.
+
+    Raises:
+      ValueError: the rows cannot be split evenly.
+    """
+    if rows % mesh.shape["data"]:
+        raise ValueError(
+            f"batch_size = {rows} must be a multiple of the mesh's data = {mesh.shape['data']}"
+        )
 
     def put(leaf):
-        divides = leaf.ndim and leaf.shape[0] % mesh.shape["data"] == 0
-        return jax.device_put(leaf, NamedSharding(mesh, P("data") if divides else P()))
+        is_rows = leaf.ndim > 0 and leaf.shape[0] == rows
+        return jax.device_put(leaf, NamedSharding(mesh, P("data") if is_rows else P()))
 
     return jax.tree.map(put, batch)

@@ -17,7 +17,7 @@ from dspark_jax.base import Choose, Transition
 
 
 @chex.dataclass(frozen=True)
-class Slots:
+class Steps:
     """What each block position brings to the walk, position first.
 
     Attributes:
@@ -34,7 +34,7 @@ class Slots:
 
 
 def walk(
-    transition: Transition, choose: Choose, state: Any, anchor: Int[Array, "B"], slots: Slots
+    transition: Transition, choose: Choose, state: Any, anchor: Int[Array, "B"], steps: Steps
 ) -> tuple[Int[Array, "K B"], Any]:
     """Chooses a block's tokens left to right, feeding each on; returns tokens and their laws.
 
@@ -43,18 +43,18 @@ def walk(
       choose: (corrected logits [B V], keys [B]) -> index [B] and the law it was drawn from.
       state: the head's initial state.
       anchor: predecessor of position 0.
-      slots: base logits, hidden states and keys of the positions.
+      steps: base logits, hidden states and keys of the positions.
     """
 
-    def step(carry, slot):
+    def step(carry, x):
         state, prev = carry
-        state, bias = transition(state, prev, slot.hidden)
-        token, law = choose(slot.logits + bias, slot.keys)
-        if slot.candidates is not None:
-            token = _pick(slot.candidates, token)
+        state, bias = transition(state, prev, x.hidden)
+        token, law = choose(x.logits + bias, x.keys)
+        if x.candidates is not None:
+            token = _pick(x.candidates, token)
         return (state, token), (token, law)
 
-    _, chosen = jax.lax.scan(step, (state, anchor), slots)
+    _, chosen = jax.lax.scan(step, (state, anchor), steps)
     return chosen
 
 
@@ -90,8 +90,8 @@ def walk_table(
       Indices of the chosen candidates, and their laws over the candidates.
     """
     start = jnp.zeros(logits.shape[1:2], jnp.int32)
-    slots = Slots(logits=logits, hidden=scores, keys=keys)
-    return walk(_look_up, choose, (), start, slots)
+    steps = Steps(logits=logits, hidden=scores, keys=keys)
+    return walk(_look_up, choose, (), start, steps)
 
 
 def _look_up(state, prev, scores):

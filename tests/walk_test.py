@@ -7,7 +7,7 @@ import pytest
 
 from dspark_jax.decode.verify import rule
 from dspark_jax.sampling import draw
-from dspark_jax.walk import Slots, follow, walk
+from dspark_jax.walk import Steps, follow, walk
 
 BATCH, SIZE, WIDTH, VOCABULARY = 3, 4, 32, 97
 TOLERANCE = 1e-5
@@ -32,7 +32,7 @@ def head(request, tiny_drafter):
 @pytest.fixture
 def slots(key):
     """Base logits, hidden states and keys of a block."""
-    return Slots(
+    return Steps(
         logits=jax.random.normal(key, (SIZE, BATCH, VOCABULARY)),
         hidden=jax.random.normal(jax.random.fold_in(key, 1), (SIZE, BATCH, WIDTH)),
         keys=jax.random.split(jax.random.fold_in(key, 2), (SIZE, BATCH)),

@@ -149,7 +149,7 @@ class Engine:
         )
         arrays = tuple(jnp.asarray(a) for a in (tokens, positions, lengths))
         if self.mesh is not None:
-            padded, arrays = place_rows((padded, arrays), self.mesh)
+            padded, arrays = place_rows((padded, arrays), size, self.mesh)
         static = (self.target, self.proposer)
         progress, _ = generate.prefill(*static, self.chunk, self.models, padded, *arrays)
         return static, self.models, padded, progress

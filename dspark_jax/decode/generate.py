@@ -147,6 +147,36 @@ def prefill(
       positions: rotary positions of prompt tokens.
       lengths: prompt lengths, at least 1; rows already at their limit are done from the start.
     """
+    last, (cache, context) = _run_prompts(
+        target, proposer, chunk, models, tokens, positions, lengths
+    )
+    batch = tokens.shape[0]
+    progress = Progress(
+        tokens=tokens,
+        lengths=lengths,
+        done=lengths >= requests.limits,
+        rounds=jnp.zeros((batch,), jnp.int32),
+        survived=jnp.zeros((batch, proposer.block_size), jnp.int32),
+        target_cache=cache,
+        context=context,
+    )
+    logits = target.logits(models.target, last)[:, None]
+    nothing = Draft(tokens=jnp.zeros((batch, 0), jnp.int32), probs=None)
+    keys = fold(fold(requests.keys, lengths - 1), _VERIFY)
+    verdict = rule(requests.sampling).accept(nothing, logits, keys)
+    return commit(requests, progress, nothing.tokens, verdict)
+
+
+def _run_prompts(
+    target: TargetFunctions,
+    proposer: Proposer,
+    chunk: int,
+    models: Models,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    lengths: Int[Array, "B"],
+) -> tuple[Array, tuple[Cache, Cache]]:
+    """Hidden states of the last prompt tokens, and the filled caches, as many chunks as needed."""
     batch, slots = tokens.shape
     caches = (
         target.init_cache(models.target, batch, slots),
@@ -166,29 +196,13 @@ def prefill(
         last, caches = carry
         hidden, caches = run(i * chunk, caches)
         inside = lengths - 1 - i * chunk
-        here = jnp.take_along_axis(hidden, jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[
-            :, 0
-        ]
+        here = hidden[jnp.arange(batch), jnp.clip(inside, 0, chunk - 1)]
         is_here = ((inside >= 0) & (inside < chunk))[:, None]
         return jnp.where(is_here, here, last), caches
 
-    last = jax.eval_shape(lambda: run(0, caches)[0][:, 0])
+    shape = jax.eval_shape(lambda: run(0, caches)[0][:, 0])
     chunks = (jnp.max(lengths) + chunk - 1) // chunk
-    last, caches = jax.lax.fori_loop(0, chunks, body, (jnp.zeros(last.shape, last.dtype), caches))
-    progress = Progress(
-        tokens=tokens,
-        lengths=lengths,
-        done=lengths >= requests.limits,
-        rounds=jnp.zeros((batch,), jnp.int32),
-        survived=jnp.zeros((batch, proposer.block_size), jnp.int32),
-        target_cache=caches[0],
-        context=caches[1],
-    )
-    logits = target.logits(models.target, last)[:, None]
-    nothing = Draft(tokens=jnp.zeros((batch, 0), jnp.int32), probs=None)
-    keys = fold(fold(requests.keys, lengths - 1), _VERIFY)
-    verdict = rule(requests.sampling).accept(nothing, logits, keys)
-    return commit(requests, progress, nothing.tokens, verdict)
+    return jax.lax.fori_loop(0, chunks, body, (jnp.zeros(shape.shape, shape.dtype), caches))
 
 
 def advance_round(

@@ -15,7 +15,7 @@ from dspark_jax.base import Choose, Draft
 from dspark_jax.nn import selector
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.nn.markov import MarkovHead
-from dspark_jax.walk import Slots, walk, walk_table, walk_table_associative
+from dspark_jax.walk import Steps, walk, walk_table, walk_table_associative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ def propose(
         state, transition = heads.transition(
             anchors.shape[0], slice(base.shape[-1]), lent.embedding
         )
-        slots = Slots(logits=across[0], hidden=across[1], keys=across[2])
-        tokens, laws = walk(transition, choose, state, anchors, slots)
+        steps = Steps(logits=across[0], hidden=across[1], keys=across[2])
+        tokens, laws = walk(transition, choose, state, anchors, steps)
         return _draft(tokens, laws)
     ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
     if heads.head is None or isinstance(heads.head, MarkovHead):
@@ -70,8 +70,8 @@ def propose(
     logits = _position_first(jnp.take_along_axis(base, ids, -1))
     state, transition = heads.restricted_transition(anchors.shape[0], lent.embedding)
     ids = _position_first(ids)
-    slots = Slots(logits=logits, hidden=(across[1], ids), keys=across[2], candidates=ids)
-    tokens, laws = walk(transition, choose, state, anchors, slots)
+    steps = Steps(logits=logits, hidden=(across[1], ids), keys=across[2], candidates=ids)
+    tokens, laws = walk(transition, choose, state, anchors, steps)
     return _draft(tokens, laws, ids, base.shape[-1])
 
 

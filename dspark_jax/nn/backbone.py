@@ -31,8 +31,9 @@ def block_attention(
     """Attention of each block over [visible context ; itself]; dummy blocks see nothing, give 0."""
     batch, blocks, rows, _, head_dim = q.shape
     grouped = q.reshape(batch, blocks, rows, context_k.shape[1], -1, head_dim)
-    context = jnp.einsum("baqjgd,bjsd->bjaqgs", grouped, context_k)
-    own = jnp.einsum("baqjgd,bapjd->bjaqgp", grouped, own_k)
+    fp32 = {"preferred_element_type": jnp.float32}
+    context = jnp.einsum("baqjgd,bjsd->bjaqgs", grouped, context_k, **fp32)
+    own = jnp.einsum("baqjgd,bapjd->bjaqgp", grouped, own_k, **fp32)
     scores = softcap(jnp.concatenate([context, own], -1) * scale, cap)
     itself = jnp.broadcast_to(valid[..., None], (batch, blocks, rows))
     seen = jnp.concatenate([visible & valid[..., None], itself], -1)

@@ -16,7 +16,13 @@ from jax.typing import DTypeLike
 from dspark_jax.config import Confidence, DrafterConfig, Geometry, Markov
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights.targets import rotaries
-from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    fill,
+    read_folder,
+    read_json,
+    required,
+)
 
 ARCHITECTURES = ("Qwen3DSparkModel",)
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -34,7 +40,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(
             f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
         )
-    rank, confident = _field(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
+    rank, confident = required(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
     gate = hf.get("markov_head_type", "vanilla")
     if rank < 0:
         raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
@@ -47,25 +53,19 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
     return DrafterConfig(
         geometry=_geometry(hf),
-        vocab_size=_field(hf, "vocab_size"),
-        num_layers=_field(hf, "num_hidden_layers"),
-        block_size=_field(hf, "block_size"),
+        vocab_size=required(hf, "vocab_size"),
+        num_layers=required(hf, "num_hidden_layers"),
+        block_size=required(hf, "block_size"),
         target_layer_ids=_taps(hf),
-        mask_token=_field(hf, "mask_token_id"),
+        mask_token=required(hf, "mask_token_id"),
         predict_from_anchor=True,
         head=Markov(rank=rank) if rank else None,
         confidence=Confidence(with_markov=with_markov) if confident else None,
     )
 
 
-def _field(hf: Mapping[str, Any], name: str) -> Any:
-    if hf.get(name) is None:
-        raise CheckpointError(f"config.json has no `{name}`")
-    return hf[name]
-
-
 def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    ids, count = tuple(_field(hf, "target_layer_ids")), _field(hf, "num_target_layers")
+    ids, count = tuple(required(hf, "target_layer_ids")), required(hf, "num_target_layers")
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= count:
         raise CheckpointError(
             f"target_layer_ids = {list(ids)}: must increase strictly within -1..{count - 1}"
@@ -75,13 +75,13 @@ def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _geometry(hf: Mapping[str, Any]) -> Geometry:
     return Geometry(
-        width=_field(hf, "hidden_size"),
-        mlp_width=_field(hf, "intermediate_size"),
-        heads=_field(hf, "num_attention_heads"),
-        kv_heads=_field(hf, "num_key_value_heads"),
-        head_dim=_field(hf, "head_dim"),
+        width=required(hf, "hidden_size"),
+        mlp_width=required(hf, "intermediate_size"),
+        heads=required(hf, "num_attention_heads"),
+        kv_heads=required(hf, "num_key_value_heads"),
+        head_dim=required(hf, "head_dim"),
         rotary=rotaries(hf)[0],
-        norm_eps=_field(hf, "rms_norm_eps"),
+        norm_eps=required(hf, "rms_norm_eps"),
         qk_norm=True,
     )
 

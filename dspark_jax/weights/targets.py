@@ -14,7 +14,13 @@ from jax.typing import DTypeLike
 from dspark_jax.config import Experts, Geometry, Rotary, TargetConfig
 from dspark_jax.nn.target import Target
 from dspark_jax.weights import gguf
-from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    fill,
+    read_folder,
+    read_json,
+    required,
+)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -44,25 +50,35 @@ def build(
 ) -> Target:
     """A target from a Hugging Face config and its tensors."""
     config = target_config(hf)
-    prefix = "language_model." if any(n.startswith("language_model.") for n in tensors) else ""
-    if prefix:  # a multimodal checkpoint: its other towers are not ours to run
-        tensors = {n: t for n, t in tensors.items() if n.startswith(prefix)}
-    ignored = [prefix + "lm_head.weight"] if config.tied else []
+    tensors = _text_tensors(tensors)
+    ignored = ["lm_head.weight"] if config.tied else []
     return fill(
         lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype),
         tensors,
-        lambda path: _name(path, config, prefix),
+        lambda path: _name(path, config),
         dtype,
         ignored,
     )
 
 
-def _name(path: str, config: TargetConfig, prefix: str) -> str | list[str]:
+def _text_tensors(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's tensors of a multimodal checkpoint, named as if it stood alone."""
+    for prefix, plain in (("language_model.", ""), ("model.language_model.", "model.")):
+        if any(name.startswith(prefix) for name in tensors):
+            return {
+                plain + name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix) or name == "lm_head.weight"
+            }
+    return tensors
+
+
+def _name(path: str, config: TargetConfig) -> str | list[str]:
     """Published name of one of our parameter paths."""
     if path == "lm_head":
-        return prefix + "lm_head.weight"
+        return "lm_head.weight"
     if path == "embed_tokens":
-        return prefix + "model.embed_tokens.weight"
+        return "model.embed_tokens.weight"
     norms = (
         _GEMMA_NORMS
         if config.geometry.sandwich_norms
@@ -72,10 +88,10 @@ def _name(path: str, config: TargetConfig, prefix: str) -> str | list[str]:
     stacked = re.fullmatch(r"(.*\.mlp)\.(gate_proj|up_proj|down_proj)", name)
     if stacked:
         return [
-            f"{prefix}model.{stacked[1]}.experts.{e}.{stacked[2]}.weight"
+            f"model.{stacked[1]}.experts.{e}.{stacked[2]}.weight"
             for e in range(config.experts.num_experts)
         ]
-    return f"{prefix}model.{name}"
+    return f"model.{name}"
 
 
 def target_config(hf: Mapping[str, Any]) -> TargetConfig:
@@ -89,15 +105,15 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
         raise CheckpointError("quantization_config is present: dequantise the target first")
     if family.startswith("gemma"):
         _check_gemma(hf, family)
-    gemma, layers = family.startswith("gemma"), _field(hf, "num_hidden_layers")
+    gemma, layers = family.startswith("gemma"), required(hf, "num_hidden_layers")
     full, sliding = rotaries(hf)
-    width = _field(hf, "hidden_size")
+    width = required(hf, "hidden_size")
     return TargetConfig(
         family=family,
-        vocab_size=_field(hf, "vocab_size"),
+        vocab_size=required(hf, "vocab_size"),
         num_layers=layers,
         geometry=_geometry(hf, family, full),
-        max_length=_field(hf, "max_position_embeddings"),
+        max_length=required(hf, "max_position_embeddings"),
         windows=_windows(hf, family, layers),
         sliding_rotary=sliding,
         experts=_experts(hf, layers) if family == "qwen3_moe" else None,
@@ -107,18 +123,12 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
     )
 
 
-def _field(hf: Mapping[str, Any], name: str) -> Any:
-    if hf.get(name) is None:
-        raise CheckpointError(f"config.json has no `{name}`: save it with every field written out")
-    return hf[name]
-
-
 def _check_gemma(hf: Mapping[str, Any], family: str) -> None:
     """Gemma's published defaults differ from other families': nothing may be left unsaid."""
     for name in ("head_dim", "query_pre_attn_scalar", "sliding_window"):
-        _field(hf, name)
+        required(hf, name)
     if not hf.get("hidden_act"):
-        _field(hf, "hidden_activation")
+        required(hf, "hidden_activation")
     softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
     unsaid = [name for name in softcaps if family == "gemma2" and name not in hf]
     if unsaid:
@@ -134,7 +144,7 @@ def _check_gemma(hf: Mapping[str, Any], family: str) -> None:
 
 def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
     gemma = family.startswith("gemma")
-    width, heads = _field(hf, "hidden_size"), _field(hf, "num_attention_heads")
+    width, heads = required(hf, "hidden_size"), required(hf, "num_attention_heads")
     act = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     if act not in _ACTIVATIONS:
         raise CheckpointError(f"hidden_act = {act!r}: supported are {', '.join(_ACTIVATIONS)}")
@@ -142,12 +152,12 @@ def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
     query_scale = hf.get("query_pre_attn_scalar") if gemma else None
     return Geometry(
         width=width,
-        mlp_width=_field(hf, "intermediate_size"),
+        mlp_width=required(hf, "intermediate_size"),
         heads=heads,
         kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or width // heads,
         rotary=rotary,
-        norm_eps=_field(hf, "rms_norm_eps"),
+        norm_eps=required(hf, "rms_norm_eps"),
         activation=_ACTIVATIONS[act],
         qkv_bias=bias or family == "qwen2",
         out_bias=bias and family != "qwen2",
@@ -194,7 +204,7 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
         scaling=_ROTARY_NAMES[kind],
         factor=factor,
         original_length=fields.get("original_max_position_embeddings")
-        or _field(hf, "max_position_embeddings"),
+        or required(hf, "max_position_embeddings"),
         low_frequency=float(fields.get("low_freq_factor", 1.0)),
         high_frequency=float(fields.get("high_freq_factor", 4.0)),
         beta_fast=float(fields.get("beta_fast") or 32.0),
@@ -252,9 +262,9 @@ def _default_layer_types(hf: Mapping[str, Any], family: str, layers: int) -> lis
 def _experts(hf: Mapping[str, Any], layers: int) -> Experts:
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     return Experts(
-        num_experts=hf.get("num_experts") or _field(hf, "num_local_experts"),
-        top_k=_field(hf, "num_experts_per_tok"),
-        mlp_width=_field(hf, "moe_intermediate_size"),
+        num_experts=hf.get("num_experts") or required(hf, "num_local_experts"),
+        top_k=required(hf, "num_experts_per_tok"),
+        mlp_width=required(hf, "moe_intermediate_size"),
         normalise=bool(hf.get("norm_topk_prob", False)),
         layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )

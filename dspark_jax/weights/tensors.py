@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def required(fields: Mapping[str, Any], name: str) -> Any:
+    """A field that config.json must give."""
+    if fields.get(name) is None:
+        raise CheckpointError(f"config.json has no `{name}`: save it with every field written out")
+    return fields[name]
 
 
 def read_folder(folder: Path) -> dict[str, jax.Array]:
