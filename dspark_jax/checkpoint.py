@@ -25,9 +25,12 @@ class Checkpoints:
         return None if metadata is None else metadata.step
 
     def save(self, step: int, state: State, position: dict) -> None:
-        """Starts saving; the arrays are copied before it returns."""
+        """Starts saving; the arrays are copied before it returns.
+
+        A save still in progress is waited for: without `force` orbax would skip this one instead.
+        """
         self._checkpointer.save_checkpointables_async(
-            step, {"state": state, "position": position}, overwrite=True
+            step, {"state": state, "position": position}, overwrite=True, force=True
         )
 
     def restore(self, like: State) -> tuple[State, dict]:

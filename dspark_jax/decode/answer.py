@@ -165,7 +165,7 @@ def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, ind
     if options.raw and options.system is not None:
         raise ValueError("system and raw are both set: a raw text has no system message")
     if options.raw:
-        tokens = tokenizer.encode("".join(message["content"] for message in said))
+        tokens = tokenizer.encode_document("".join(message["content"] for message in said))
     else:
         tokens = tokenizer.render(said)
     return Request(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from dspark_jax.text.tokenizer import Tokenizer
 
@@ -54,6 +54,7 @@ class Vocabulary:
       stop_tokens: ids that end a generation; the first is the end-of-sequence token.
       bos_token, pad_token, unknown_token: ids, or None.
       chat_template: jinja2 source, or None.
+      add_bos: whether plain texts begin with the bos token.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Vocabulary:
     pad_token: int | None = None
     unknown_token: int | None = None
     chat_template: str | None = None
+    add_bos: bool = False
 
 
 def from_hf(folder: str | Path) -> Tokenizer:
@@ -131,6 +133,11 @@ def from_vocabulary(vocabulary: Vocabulary) -> Tokenizer:
         if kind in (2, 3, 4)
     ]
     backend.add_tokens(added)
+    if vocabulary.add_bos and vocabulary.bos_token is not None:
+        bos = vocabulary.tokens[vocabulary.bos_token]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, vocabulary.bos_token)]
+        )
     return Tokenizer(
         backend=backend,
         stop_tokens=vocabulary.stop_tokens,

@@ -80,6 +80,10 @@ class Tokenizer:
         """Tokens of ordinary text: special tokens written in it are text, and none is added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def encode_document(self, text: str) -> list[int]:
+        """As `encode`, with what the tokenizer puts around a whole text, such as the bos token."""
+        return self.backend.encode(text, add_special_tokens=True).ids
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; special tokens and ids past the vocabulary leave no trace."""
         return self.backend.decode([int(token) for token in tokens], skip_special_tokens=True)

@@ -212,4 +212,5 @@ def _vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         pad_token=metadata.get(f"{prefix}padding_token_id"),
         unknown_token=metadata.get(f"{prefix}unknown_token_id"),
         chat_template=metadata.get("tokenizer.chat_template"),
+        add_bos=bool(metadata.get(f"{prefix}add_bos_token", False)),
     )

@@ -534,3 +534,20 @@ def test_smollm2_renders_its_default_system_prompt(smollm2):
     assert smollm2.stop_tokens == (2,)
     assert smollm2.vocab_size == 49152
     assert smollm2.free_tokens["<file_sep>"] == 5
+
+
+@pytest.mark.parametrize(("add_bos", "tokens"), [(True, [2, 0, 1]), (False, [0, 1])])
+def test_a_plain_document_begins_with_bos_where_the_vocabulary_says_so(add_bos, tokens):
+    vocabulary = text.Vocabulary(
+        model="gpt2",
+        pre_tokenizer="gpt-2",
+        tokens=("a", "b", "<s>"),
+        token_types=(1, 1, 3),
+        merges=(),
+        stop_tokens=(),
+        bos_token=2,
+        add_bos=add_bos,
+    )
+    tokenizer = text.from_vocabulary(vocabulary)
+    assert tokenizer.encode_document("ab") == tokens
+    assert tokenizer.encode("ab") == [0, 1]
