@@ -22,7 +22,7 @@ config = TrainConfig(
     ),
     losses=Losses(cross_entropy=1.0, l1=0.9, confidence=0.5),
     optimizer=Optimizer(learning_rate=1.5e-3, warmup=0.05),
-    steps=5400,
+    steps=4800,
     batch_size=4,
     num_anchors=20,
     anchor_chunk=80,

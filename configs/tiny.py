@@ -1,14 +1,15 @@
 """A minute on a CPU: shows the whole path, not a useful drafter.
 
-dspark train configs/tiny.py --data answers.jsonl
+dspark train configs/tiny.py
 
-Hardware: 2 CPU cores, about a minute once the target is there. Accepted length: just above 1.
+From the repository root; `tiny.jsonl` beside this file holds eight answers. Hardware:
+2 CPU cores, about a minute once the target is there. Accepted length: just above 1.
 """
 
 from dspark_jax.config import DrafterRecipe, Markov, TrainConfig
 
 config = TrainConfig(
-    data="answers.jsonl",
+    data="configs/tiny.jsonl",
     workdir="runs/tiny",
     drafter=DrafterRecipe(num_layers=1, block_size=4, mask_token=16, head=Markov(rank=16)),
     steps=20,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Confidence, DrafterConfig, Geometry, Markov
+from dspark_jax.config import Confidence, DrafterConfig, Geometry, Markov, Recurrent
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights.targets import rotaries
 from dspark_jax.weights.tensors import (
@@ -29,6 +29,7 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _RENAMED = (
     (r"^backbone\.", ""),
     (r"^heads\.head\.w([12])$", r"markov_head.markov_w\1.weight"),
+    (r"^heads\.head\.", "markov_head."),
     (r"^heads\.confidence_head\.", "confidence_head."),
 )
 
@@ -41,11 +42,8 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
             f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
         )
     rank, confident = required(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
-    gate = hf.get("markov_head_type", "vanilla")
     if rank < 0:
         raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
-    if rank and gate != "vanilla":
-        raise CheckpointError(f"markov_head_type = {gate!r}: supported is vanilla")
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
     if "sliding_attention" in (hf.get("layer_types") or ()):
@@ -59,9 +57,23 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         target_layer_ids=_taps(hf),
         mask_token=required(hf, "mask_token_id"),
         predict_from_anchor=True,
-        head=Markov(rank=rank) if rank else None,
+        head=_head(hf, rank),
         confidence=Confidence(with_markov=with_markov) if confident else None,
     )
+
+
+def _head(hf: Mapping[str, Any], rank: int) -> Markov | Recurrent | None:
+    if not rank:
+        return None
+    match hf.get("markov_head_type", "vanilla"):
+        case "vanilla" | "gated" as gate:
+            return Markov(rank=rank, gate=gate)
+        case "rnn":
+            return Recurrent(rank=rank)
+        case other:
+            raise CheckpointError(
+                f"markov_head_type = {other!r}: supported are vanilla, gated, rnn"
+            )
 
 
 def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:

@@ -133,14 +133,12 @@ def adversary(streams: np.ndarray, size: int) -> np.ndarray:
 
 
 def replay(script: np.ndarray, stream: np.ndarray, length: int, limit: int):
-    """Rounds, and rounds in which each position stood, of one row's script [S K]."""
+    """Rounds, and rounds in which each position was committed, of one row's script [S K]."""
     rounds, survived = 0, np.zeros(script.shape[1], int)
+    truth = oracle(stream[None], script.shape[1])[0]
     length += 1  # the prefill's token
     while length < limit:
-        right = (
-            script[length - 1] == np.pad(stream, (0, script.shape[1]))[length:][: script.shape[1]]
-        )
-        accepted = int(np.cumprod(right).sum())
+        accepted = int(np.cumprod(script[length - 1] == truth[length - 1]).sum())
         survived[: min(accepted, limit - length)] += 1
         rounds += 1
         length = min(length + accepted + 1, limit)

@@ -142,7 +142,7 @@ def test_a_request_does_not_remember_the_one_before(drafted, greedy):
 
 def test_positions_may_skip(drafted, tiny_target, greedy):
     """As behind an image: generated tokens go on from the last position, not from the length."""
-    skipping = (0, 1, 2, 3, 4, 5, *range(40, 52))
+    skipping = (0, 1, 2, 3, 4, 5, *range(20, 32))
     (generation,) = drafted(block_size=4).generate(
         [Request(PROMPT, max_new_tokens=30, positions=skipping)]
     )
@@ -244,7 +244,11 @@ def test_one_program_a_bucket_whatever_the_lengths(drafted, caplog):
         (Request((1,), top_k=-1), "top_k = -1"),
         (Request((1,), top_p=0.0), "top_p = 0.0"),
         (Request((1,), top_p=1.1), "top_p = 1.1"),
+        (Request((1,), temperature=float("nan")), "temperature = nan"),
+        (Request((1,), seed=-1), "seed = -1"),
         (Request((1, 2), positions=(0,)), "1 positions for 2 tokens"),
+        (Request((1, 2), positions=(3, 3)), "positions must rise"),
+        (Request((1, 2), positions=(0, 64)), r"within 0\.\.63"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused_by_name(knowing, request_, message):
@@ -254,6 +258,18 @@ def test_what_cannot_be_decoded_is_refused_by_name(knowing, request_, message):
     ):
         with pytest.raises(ValueError, match=message):
             ask(knowing())
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_batch_has_at_least_one_row(knowing, size):
+    with pytest.raises(ValueError, match=f"batch_size = {size}"):
+        knowing().generate([Request((1,))], batch_size=size)
+
+
+@pytest.mark.parametrize(("chunk", "bucket"), [(48, 64), (0, 64), (128, 64)])
+def test_chunks_fill_a_bucket(knowing, chunk, bucket):
+    with pytest.raises(ValueError, match=f"chunk = {chunk} must divide smallest_bucket = 64"):
+        knowing(chunk=chunk, smallest_bucket=bucket)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ SHORT = [
 LONG = [[0.2, 0.2, 0.6], [0.5, 0.4, 0.1], [0.1, 0.7, 0.2], [0.4, 0.3, 0.3], [0.05, 0.35, 0.6]]
 TARGET = np.log(np.asarray([*SHORT, *itertools.islice(itertools.cycle(LONG), 27)], np.float32))
 
+LAW, RESIDUAL = jax.jit(law), jax.jit(residual)
 DRAFTERS = {
     "another law": np.roll(TARGET, 1, axis=0) * 0.8,
     "the target's law": TARGET,
@@ -47,8 +49,7 @@ def how_of(rows, temperature, top_k=0, top_p=1.0) -> Sampling:
 
 def laws_of(table, temperature, **filters) -> np.ndarray:
     """Every prefix's processed law."""
-    table = jnp.asarray(table, jnp.float32)
-    return np.asarray(law(table, how_of(len(table), temperature, **filters)), np.float64)
+    return np.asarray(LAW(table, how_of(len(table), temperature, **filters)), np.float64)
 
 
 def node(prefix) -> int:
@@ -69,7 +70,7 @@ def plain_law(p) -> np.ndarray:
 
 def speculative_law(p, q, size) -> np.ndarray:
     """All drafts, all events of acceptance, all bonus tokens, round after round."""
-    rest = np.asarray(residual(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
+    rest = np.asarray(RESIDUAL(p.astype(np.float32), q.astype(np.float32)))
 
     @functools.cache
     def rounds(prefix) -> dict:
