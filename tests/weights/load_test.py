@@ -1,0 +1,71 @@
+"""Names and folders -> models; a drafter's own embedding and lm head must be the target's."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from safetensors.flax import load_file, save_file
+
+from dspark_jax.config import Geometry, Rotary, TargetConfig
+from dspark_jax.nn.target import Target
+from dspark_jax.weights.load import load_drafter, load_target
+from dspark_jax.weights.tensors import CheckpointError
+
+GOLDEN = Path(__file__).parent.parent / "goldens" / "dspark_qwen3_vanilla"
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target whose embedding and lm head are those the golden drafter ships."""
+    geometry = Geometry(
+        width=64, mlp_width=8, heads=4, kv_heads=2, head_dim=16, rotary=Rotary(theta=1e4)
+    )
+    config = TargetConfig(
+        family="qwen3", vocab_size=96, num_layers=8, geometry=geometry, max_length=64, tied=False
+    )
+    built = Target(config, rngs=nnx.Rngs(0))
+    tensors = load_file(GOLDEN / "model.safetensors")
+    built.embed_tokens.set_value(tensors["embed_tokens.weight"])
+    built.lm_head.set_value(tensors["lm_head.weight"])
+    return built
+
+
+def padded_copy(folder: Path, extra_rows: int, shift: float = 0.0) -> Path:
+    """The golden with more vocabulary rows, and its embedding moved."""
+    tensors = load_file(GOLDEN / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    config["vocab_size"] += extra_rows
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] == (96,) and "norm" not in name:
+            tensors[name] = jnp.pad(tensor, ((0, extra_rows), (0, 0)), constant_values=9.0)
+    tensors["embed_tokens.weight"] += shift
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_drafter_with_padded_vocabulary_rows_loads(target, tmp_path):
+    """Field report C32: more rows than the target has are padding, not a mismatch."""
+    drafter = load_drafter(str(padded_copy(tmp_path, 8)), target)
+    assert drafter.config.vocab_size == 104
+
+
+def test_a_drafter_of_another_target_is_refused(target, tmp_path):
+    with pytest.raises(CheckpointError, match="embed_tokens.weight differs"):
+        load_drafter(str(padded_copy(tmp_path, 0, shift=0.5)), target)
+
+
+def test_none_is_no_drafter():
+    assert load_drafter("none") is None
+
+
+def test_an_unknown_drafter_is_named():
+    with pytest.raises(CheckpointError, match="drafter = 'absent'"):
+        load_drafter("absent")
+
+
+def test_an_unknown_target_is_named_with_what_is_known():
+    with pytest.raises(CheckpointError, match=r"target = 'absent'.*smollm2"):
+        load_target("absent")
