@@ -142,7 +142,9 @@ class DrafterConfig:
     confidence: Confidence | None = None  # confidence head, None = none
     feature_scales: tuple[float, ...] = ()  # fixed factor on each tap before fc; () = ones
     embedding_scale: float | None = None  # multiplies the lent embedding
+    logit_multiplier: float = 1.0  # of the base logits, before the softcap
     logit_softcap: float | None = None  # of the base logits, before the head's bias
+    convolution: Convolution | None = None  # DFlash-2's local convolutions, None = none
 
     @property
     def num_inputs(self) -> int:

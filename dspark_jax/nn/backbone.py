@@ -6,12 +6,15 @@ Training and inference call the same functions: training with many anchors a row
 with one.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig
+from dspark_jax.nn.conv import GroupedConvolution, convolve
 from dspark_jax.nn.layers import MLP, Attention, Linear, RMSNorm, masked_softmax, softcap
 
 Context = tuple[Float[Array, "B kv_heads S head_dim"], Float[Array, "B kv_heads S head_dim"]]
@@ -53,6 +56,11 @@ class BackboneLayer(nnx.Module):
         self.self_attn = Attention(g, g.rotary, dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(g.width, g.norm_eps, dtype)
         self.mlp = MLP(g, dtype, rngs=rngs)
+        conv = config.convolution
+        self.attention_conv, self.mlp_conv = (
+            None if conv is None else GroupedConvolution(conv, g.width, dtype, rngs=rngs)
+            for _ in range(2)
+        )
         self.geometry = g
 
     def context(self, features: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Context:
@@ -68,13 +76,27 @@ class BackboneLayer(nnx.Module):
         valid: Bool[Array, "B A"],
         positions: Int[Array, "B A Q"],
     ) -> Float[Array, "B A Q D"]:
-        """Attention over [context ; block], then the MLP."""
-        g, hidden = self.geometry, self.input_layernorm(x)
-        q = self.self_attn.queries(hidden, positions)
-        k, v = self.self_attn.keys_values(hidden, positions)
-        out = block_attention(q, k, v, *context, visible, valid, g.scale, g.attention_softcap)
-        x = x + self.self_attn.o_proj(out)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """Attention over [context ; block], then the MLP, each between its convolutions."""
+        g = self.geometry
+
+        def attention(hidden):
+            q = self.self_attn.queries(hidden, positions)
+            k, v = self.self_attn.keys_values(hidden, positions)
+            out = block_attention(q, k, v, *context, visible, valid, g.scale, g.attention_softcap)
+            return self.self_attn.o_proj(out)
+
+        x = x + _convolved(self.attention_conv, attention, self.input_layernorm(x))
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
+
+
+def _convolved(
+    conv: GroupedConvolution | None, sublayer: Callable, normed: Float[Array, "B A Q D"]
+) -> Float[Array, "B A Q D"]:
+    """A sublayer of its normed input, convolved inside the block before and after."""
+    if conv is None:
+        return sublayer(normed)
+    before, after = conv.taps(normed)
+    return convolve(sublayer(convolve(normed, before)), after)
 
 
 class Backbone(nnx.Module):

@@ -52,7 +52,8 @@ class Heads(nnx.Module):
 
     def base_logits(self, lent: Lent, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """U in fp32: the lent lm head's logits, capped before any bias is added."""
-        return softcap(project(hidden, lent.head), self.config.logit_softcap)
+        scores = project(hidden, lent.head) * self.config.logit_multiplier
+        return softcap(scores, self.config.logit_softcap)
 
     def confidence(
         self, prev: Int[Array, "*rows"], hidden: Float[Array, "*rows D"]

@@ -100,7 +100,8 @@ def build_drafter(streams, commonest):
         drafter = sharpened(
             Drafter(dataclasses.replace(DRAFTER, **config | changes), rngs=nnx.Rngs(1))
         )
-        if drafter.config.head is not None:
+        head = drafter.config.head
+        if isinstance(head, Markov) and head.rank == VOCABULARY:
             counts = np.zeros((VOCABULARY, VOCABULARY), np.float32)
             for stream in streams(PROMPTS.values()):
                 np.add.at(counts, (stream[:-1], stream[1:]), 1)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dspark_jax.config import Markov
+from dspark_jax.config import Domino, Markov, Recurrent
 from dspark_jax.decode import generate
 from dspark_jax.decode.draft import NoProposer
 from dspark_jax.decode.engine import Request, engine
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.nn.target import Target
 
 from ..conftest import TARGET, sharpened
@@ -23,6 +24,10 @@ NEW = 40
 RAGGED = tuple(PROMPTS[n] for n in doubles.RAGGED)
 LONG = tuple(np.random.default_rng(0).integers(97, size=48).tolist())
 SCRIPTS = (doubles.oracle, doubles.half, doubles.stubborn, doubles.adversary)
+
+
+def slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def ask(prompts, new=NEW, **how) -> list[Request]:
@@ -41,7 +46,7 @@ def assert_untouched(generations, expected):
     [
         *((size, 4) for size in (1, 2, 4, 7)),
         *((size, 1) for size in (1, 4)),
-        *(pytest.param(size, 1, marks=pytest.mark.slow) for size in (2, 7)),
+        *(slowly(size, 1) for size in (2, 7)),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -78,10 +83,7 @@ def test_each_round_commits_what_stands_and_the_bonus(streams, scripted, script,
         (4, 1),
         (4, 4),
         (7, 4),
-        *(
-            pytest.param(size, rows, marks=pytest.mark.slow)
-            for size, rows in [(1, 1), (2, 1), (2, 4), (7, 1)]
-        ),
+        *(slowly(*shape) for shape in [(1, 1), (2, 1), (2, 4), (7, 1)]),
     ],
 )
 def test_a_drafter_leaves_greedy_output_untouched(greedy, drafted, size, rows):
@@ -95,16 +97,28 @@ def test_a_drafter_leaves_greedy_output_untouched(greedy, drafted, size, rows):
 @pytest.mark.parametrize(
     ("predict_from_anchor", "head"),
     [
-        pytest.param(True, None, marks=pytest.mark.slow),
-        (False, None),
         (False, Markov(rank=97)),
+        (False, None),
+        slowly(True, None),
+        slowly(True, Markov(rank=97, gate="gated")),
+        slowly(True, Markov(rank=97, gate="linear")),
+        slowly(False, Recurrent(rank=8)),
+        slowly(False, Domino(rank=8, gru_width=8, pure_prefix=1)),
     ],
+    ids=str,
 )
-def test_every_layout_is_lossless_with_and_without_a_head(
-    greedy, drafted, predict_from_anchor, head
-):
+def test_every_layout_and_head_is_lossless(greedy, drafted, predict_from_anchor, head):
     engine = drafted(predict_from_anchor=predict_from_anchor, head=head)
     assert_untouched(engine.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", ["scan", "associative"])
+def test_a_vocabulary_cut_to_candidates_is_lossless(greedy, drafted, walk):
+    engine = drafted(block_size=4)
+    cut = dataclasses.replace(engine.proposer, candidates=Candidates(count=8, walk=walk))
+    generations = dataclasses.replace(engine, proposer=cut).generate(ask(RAGGED))
+    assert_untouched(generations, [greedy(prompt, NEW) for prompt in RAGGED])
 
 
 def test_the_mask_token_is_a_token_like_any_other(greedy, drafted, commonest):
