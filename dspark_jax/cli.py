@@ -16,6 +16,7 @@ from dspark_jax import bench, report
 from dspark_jax.config import Options, TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import summarise
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
@@ -33,6 +34,8 @@ class Models:
     drafter: str = "bundled"  # bundled, none, or a folder
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and caches
     mesh: str | None = None  # devices to split over, as in data=2,tensor=4
+    candidates: int = 0  # walk over the k best tokens of each position, 0 = the vocabulary
+    widen: int = 0  # candidates also hold each predecessor's best successors, this many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,8 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     target = load_target(models.target, dtype)
     drafter = load_drafter(models.drafter, target.model, dtype)
     stops = target.tokenizer.stop_tokens
-    speculative = engine(target.model, drafter, stops, mesh=mesh)
+    cut = Candidates(count=models.candidates, widen=models.widen)
+    speculative = engine(target.model, drafter, stops, mesh=mesh, candidates=cut)
     plain = engine(target.model, None, stops, mesh=mesh) if with_plain else None
     return target, speculative, plain
 

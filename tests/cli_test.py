@@ -142,6 +142,13 @@ def test_a_mesh_gives_the_same_tokens(run, tmp_path):
     assert [r["tokens"] for r in one] == [r["tokens"] for r in eight]
 
 
+@pytest.mark.parametrize("flags", [(), ("--widen", "1")])
+def test_a_walk_over_candidates_gives_the_same_output(run, flags):
+    asked = ("generate", "--prompt", "hello", "--json", "--max-new-tokens", "12")
+    (cut,), (whole,) = records(run(*asked, "--candidates", "8", *flags)), records(run(*asked))
+    assert cut["tokens"] == whole["tokens"]
+
+
 def test_evaluate_pools_rounds(run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"turns": [t, "x"]}) for t in ("one", "two", "six")))

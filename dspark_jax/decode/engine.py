@@ -17,6 +17,7 @@ from dspark_jax.config import Options
 from dspark_jax.decode import generate
 from dspark_jax.decode.draft import proposer
 from dspark_jax.decode.generate import Models, ModelTarget, Progress, Requests
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.sampling import GREEDY_BELOW, Sampling, request_key
@@ -232,6 +233,7 @@ def engine(
     drafter: Drafter | None,
     stop_tokens: Sequence[int] = (),
     mesh: Mesh | None = None,
+    candidates: Candidates = Candidates(),
     **options: int,
 ) -> Engine:
     """An engine for a target and a drafter; None = plain decoding.
@@ -241,6 +243,7 @@ def engine(
       drafter: what proposes.
       stop_tokens: ids that end an answer.
       mesh: devices to split parameters and batches over.
+      candidates: how a block's vocabulary is cut before the walk.
       **options: `chunk` and `smallest_bucket` of the engine.
 
     Raises:
@@ -248,7 +251,7 @@ def engine(
     """
     if drafter is not None:
         check_pair(target, drafter)
-    functions, params = proposer(drafter)
+    functions, params = proposer(drafter, candidates)
     graphdef, target_params = nnx.split(target)
     taps = () if drafter is None else drafter.config.target_layer_ids
     models = Models(target=target_params, proposer=params)

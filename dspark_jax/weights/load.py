@@ -10,7 +10,7 @@ from dspark_jax import text
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
-from dspark_jax.weights import assets, deepspec, gguf, native, targets
+from dspark_jax.weights import assets, deepspec, gguf, native, targets, zlab
 from dspark_jax.weights.tensors import CheckpointError, read_json
 
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
@@ -55,7 +55,7 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
 def load_drafter(
     name: str = "bundled", target: Target | None = None, dtype: DTypeLike = jnp.float32
 ) -> Drafter | None:
-    """A drafter: "bundled" (made for smollm2), "none", or a folder in our or DeepSpec's format.
+    """A drafter: "bundled" (for smollm2), "none", or a folder in our, DeepSpec's or z-lab's format.
 
     Args:
       name: which.
@@ -70,6 +70,8 @@ def load_drafter(
     config = read_json(folder / "config.json")
     if config.get("format") == native.FORMAT:
         return native.load(folder, dtype)
+    if (config.get("architectures") or [None])[0] in zlab.ARCHITECTURES:
+        return zlab.read(folder, dtype)
     drafter, lent = deepspec.read(folder, dtype)
     if target is not None:
         _check_lent(folder, lent, target)

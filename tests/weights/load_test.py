@@ -69,3 +69,8 @@ def test_an_unknown_drafter_is_named():
 def test_an_unknown_target_is_named_with_what_is_known():
     with pytest.raises(CheckpointError, match=r"target = 'absent'.*smollm2"):
         load_target("absent")
+
+
+@pytest.mark.parametrize("name", ["dflash_qwen3", "dflash2_qwen3"])
+def test_z_labs_drafters_are_told_apart_by_their_architecture(name):
+    assert not load_drafter(str(GOLDEN.parent / name)).config.predict_from_anchor
