@@ -69,7 +69,8 @@ def _target_part(engine: Engine, batch: int, slots: int, length: int) -> Callabl
         hidden, _, cache = target.states(models.target, tokens, cache, where, positions)
         return cache, jnp.argmax(target.logits(models.target, hidden), -1)
 
-    return _carrying(run, models, target.init_cache(models.target, batch, slots))
+    cache = jax.jit(lambda p: target.init_cache(p, batch, slots))(models.target)
+    return _carrying(run, models, cache)
 
 
 def _draft_part(engine: Engine, batch: int, slots: int) -> Callable[[], None]:
@@ -94,7 +95,8 @@ def _draft_part(engine: Engine, batch: int, slots: int) -> Callable[[], None]:
         context = proposer.extend(models.proposer, features, context, where, positions)
         return context, draft.tokens
 
-    return _carrying(run, models, proposer.init_cache(models.proposer, batch, slots))
+    context = jax.jit(lambda p: proposer.init_cache(p, batch, slots))(models.proposer)
+    return _carrying(run, models, context)
 
 
 def _carrying(run: Callable, models: Models, cache: Cache) -> Callable[[], None]:

@@ -75,7 +75,7 @@ def read(
 
 
 def _trainable(mask: np.ndarray, min_supervised: int) -> bool:
-    return mask.sum() >= min_supervised and bool((mask[1:] & mask[:-1]).any())
+    return bool(mask.sum() >= min_supervised and (mask[1:] & mask[:-1]).any())
 
 
 def _conversation(row: dict, render: Render | None, vocab_size: int) -> Conversation:

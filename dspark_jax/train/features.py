@@ -132,7 +132,7 @@ def _run(
         return nnx.merge(graphdef, params)(tokens, target_layer_ids)[:2]
 
     for first in range(progress.done, len(order), batch_size):
-        group = order[first : first + batch_size]
+        group = order[first : first + batch_size].tolist()
         tokens = collate([conversations[i] for i in group], 64).tokens
         padded = np.pad(tokens, ((0, batch_size - len(group)), (0, 0)))
         hidden, features = jax.device_get(states(params, jnp.asarray(padded)))

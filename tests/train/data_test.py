@@ -37,12 +37,13 @@ def test_messages_are_rendered_and_masked_by_the_callers_template(tmp_path):
     messages = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ok"}]
     seen = []
 
-    def render(given):
-        seen.append(given)
+    def render(given, finished):
+        seen.append((given, finished))
         return [5, 6, 7, 8], [0, 0, 1, 1]
 
-    (kept,) = read(write(tmp_path, [{"messages": messages}]), render).conversations
-    assert seen == [messages]
+    rows = [{"messages": messages}, {"messages": messages, "finished": False}]
+    kept = read(write(tmp_path, rows), render).conversations[0]
+    assert seen == [(messages, True), (messages, False)]
     assert kept.tokens.tolist() == [5, 6, 7, 8]
     assert kept.loss_mask.tolist() == [False, False, True, True]
 
@@ -55,7 +56,7 @@ def test_samples_without_an_anchor_are_dropped_and_counted(tmp_path):
 
 
 def test_supervised_tokens_that_do_not_touch_give_no_anchor(tmp_path):
-    def render(messages):
+    def render(messages, finished):
         return [1, 2, 3, 4, 5], messages[0]["mask"]
 
     rows = [{"messages": [{"mask": mask}]} for mask in ([0, 1, 0, 1, 0], [0, 1, 1, 0, 0])]
@@ -74,15 +75,17 @@ def test_what_is_cut_off_does_not_count(tmp_path):
     ("line", "complaint"),
     [
         ("{", "line 2: "),
-        ("3", "line 2: "),
+        ("3", "line 2: holds a int, expected an object"),
         ({"text": "hello"}, "line 2: has neither `tokens` with `reply_start` nor `messages`"),
         ({"messages": []}, "line 2: has neither"),  # there is no template to render with
-        ({"tokens": [], "reply_start": 0}, "line 2: `tokens` must be a non-empty list of ids"),
-        ({"tokens": [[1]], "reply_start": 0}, "line 2: `tokens` must be a non-empty list of ids"),
+        ({"tokens": [], "reply_start": 0}, "line 2: `tokens` must be a non-empty list"),
+        ({"tokens": [[1]], "reply_start": 0}, "line 2: `tokens` must be a non-empty list"),
+        ({"tokens": [1.5, 2], "reply_start": 0}, "line 2: `tokens` .* of whole numbers"),
+        ({"tokens": "abc", "reply_start": 0}, "line 2: `tokens` .* of whole numbers"),
         ({"tokens": [1, 97], "reply_start": 0}, "line 2: token ids 1..97 are outside .* 0..96"),
         ({"tokens": [-1, 3], "reply_start": 0}, "line 2: token ids -1..3 are outside"),
-        ({"tokens": [1, 2], "reply_start": "a"}, "line 2: "),
-        ({"tokens": "abc", "reply_start": 0}, "line 2: "),
+        ({"tokens": [1, 2], "reply_start": "a"}, "line 2: `reply_start` = 'a'"),
+        ({"tokens": [1, 2], "reply_start": -1}, "line 2: `reply_start` = -1"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, complaint):

@@ -45,9 +45,11 @@ def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path
 def test_a_stopped_run_continues_behind_what_is_done(micro_target, corpus, tmp_path):
     whole = build(micro_target, corpus, tmp_path)
     kept = np.array(whole.features)
-    assert json.loads((tmp_path / "progress.json").read_text()) == {"done": 7}
+    progress = tmp_path / "progress.json"
+    record = json.loads(progress.read_text())
+    assert record["done"] == 7
     whole.features[:] = 7
-    (tmp_path / "progress.json").write_text(json.dumps({"done": 3}))
+    progress.write_text(json.dumps({**record, "done": 3}))
     rebuilt = build(micro_target, corpus, tmp_path)
     short = len(kept[: rebuilt.starts[3]])  # conversations 0, 1, 2 are the shortest
     assert (rebuilt.features[:short] == 7).all()
@@ -78,8 +80,14 @@ def test_a_cache_over_the_limit_is_refused_before_anything_is_written(
     build(micro_target, corpus, tmp_path / "features", size)
 
 
-def test_the_cache_of_another_corpus_is_refused(micro_target, corpus, tmp_path):
+@pytest.mark.parametrize("change", ["fewer", "edited"])
+def test_the_cache_of_another_corpus_is_refused(micro_target, corpus, tmp_path, change):
     build(micro_target, corpus, tmp_path)
-    fewer = corpus.replace(conversations=corpus.conversations[:3])
+    others = list(corpus.conversations)
+    match change:
+        case "fewer":
+            del others[3:]
+        case "edited":
+            others[2] = others[2].replace(tokens=others[2].tokens[::-1].copy())
     with pytest.raises(ValueError, match="delete the folder or use another workdir"):
-        build(micro_target, fewer, tmp_path)
+        build(micro_target, corpus.replace(conversations=others), tmp_path)

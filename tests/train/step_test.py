@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from dspark_jax.base import Batch
-from dspark_jax.config import Confidence, Losses, Markov, Optimizer
+from dspark_jax.config import Convolution, Domino, Losses, Markov, Optimizer, Recurrent
 from dspark_jax.decode.draft import proposer
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
@@ -200,17 +200,30 @@ def log_law_in_decoding(target, drafter, chosen, forced):
     return jax.nn.log_softmax(draft.probs)
 
 
-@pytest.mark.parametrize("predict_from_anchor", [True, False])
-@pytest.mark.parametrize("head", [Markov(rank=4), None])
+@pytest.mark.parametrize(
+    ("head", "predict_from_anchor", "convolution"),
+    [
+        (None, True, None),
+        (None, False, None),
+        (Markov(rank=4), True, None),
+        (Markov(rank=4), False, None),
+        (Markov(rank=4, gate="gated"), True, None),
+        (Markov(rank=4, gate="linear"), False, Convolution(kernel_size=2, group_size=8)),
+        (Recurrent(rank=4), True, None),
+        (Domino(rank=4, gru_width=6, pure_prefix=1), False, None),
+    ],
+)
 def test_training_and_decoding_draft_alike(
-    tiny_target, tiny_drafter, known, predict_from_anchor, head
+    tiny_target, tiny_drafter, known, head, predict_from_anchor, convolution
 ):
     """T02: the same law at every position of a block, whichever path computes it."""
     config = dataclasses.replace(
         tiny_drafter.config,
+        num_layers=1,
         predict_from_anchor=predict_from_anchor,
         head=head,
-        confidence=Confidence(with_markov=head is not None),
+        confidence=None,
+        convolution=convolution,
     )
     drafter = sharpened(jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(7)))())
     chosen = (0, 3, 7)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.flax import load_file
 
+from dspark_jax.config import Domino, Recurrent
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights import native
 from dspark_jax.weights.tensors import CheckpointError, paths
@@ -17,6 +18,8 @@ from dspark_jax.weights.tensors import CheckpointError, paths
 VARIANTS = {
     "dspark": {},
     "dflash": {"head": None, "confidence": None, "predict_from_anchor": False},
+    "rnn": {"head": Recurrent(rank=3)},
+    "domino": {"head": Domino(rank=3, gru_width=5, pure_prefix=1), "confidence": None},
     "gemma": {"feature_scales": (0.5, 0.25), "embedding_scale": 5.6, "logit_softcap": 30.0},
 }
 
@@ -74,6 +77,8 @@ def edited(fields: dict, path: str, value: object) -> None:
         ("predict_from_anchor", 1, "config.json: predict_from_anchor: 1 is not"),
         ("target_layer_ids", ["0"], "config.json: target_layer_ids: '0' is not"),
         ("head.gate", "newer", "config.json: head: gate: 'newer' is not"),
+        ("head.kind", "Newer", "config.json: head: kind = 'Newer', expected one of Markov"),
+        ("head.kind", None, "config.json: head: kind = None"),
     ],
 )
 def test_a_wrong_field_is_named(tiny_drafter, tmp_path, path, value, complaint):

@@ -30,7 +30,15 @@ CONFIG = {
     "rope_theta": 1e4,
 }
 QWEN = {**CONFIG, "model_type": "qwen3", "head_dim": 8}
-GEMMA = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 6}
+GEMMA = {
+    **CONFIG,
+    "model_type": "gemma3_text",
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "rope_local_base_freq": 1e4,
+}
 
 
 def without(config: dict, *names: str) -> dict:
@@ -135,11 +143,14 @@ def test_shards_of_an_index_are_read_as_one_file(qwen, tmp_path):
     chex.assert_trees_all_equal(nnx.state(sharded), nnx.state(whole))
 
 
-def test_the_language_model_of_a_multimodal_checkpoint_is_read(qwen):
+@pytest.mark.parametrize(
+    ("prefix", "plain"), [("language_model.", ""), ("model.language_model.", "model.")]
+)
+def test_the_language_model_of_a_multimodal_checkpoint_is_read(qwen, prefix, plain):
     config, tensors = qwen
-    prefixed = {"language_model." + name: value for name, value in tensors.items()}
-    other = {"vision_tower.weight": np.zeros((2, 2), np.float32)}
-    target = targets.build({"model_type": "any", "text_config": config}, {**prefixed, **other})
+    prefixed = {prefix + name.removeprefix(plain): value for name, value in tensors.items()}
+    prefixed["model.vision_tower.weight"] = np.zeros((2, 2), np.float32)
+    target = targets.build({"model_type": "any", "text_config": config}, prefixed)
     chex.assert_trees_all_equal(nnx.state(target), nnx.state(targets.build(config, tensors)))
 
 
@@ -291,6 +302,8 @@ def test_windows_follow_the_layer_types():
         ({**CONFIG, "quantization_config": {"bits": 4}}, "quantization_config"),
         (without(CONFIG, "num_hidden_layers"), "num_hidden_layers"),
         (without(CONFIG, "rms_norm_eps"), "rms_norm_eps"),
+        (without(GEMMA, "query_pre_attn_scalar"), "query_pre_attn_scalar"),
+        (without(GEMMA, "rope_local_base_freq"), "rope_local_base_freq"),
         ({**GEMMA, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         (
             {**GEMMA, "layer_types": ["full_attention", "chunked_attention"]},
