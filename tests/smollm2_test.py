@@ -79,7 +79,7 @@ def _gap_where_they_part(target, prompt, fast, slow) -> float:
 
 def test_the_bundled_drafter_is_worth_its_rounds(target, drafter):
     summary = ds.evaluate(target, drafter, PROMPTS, batch_size=10, max_new_tokens=64)
-    assert summary.accepted_length > 1.5
+    assert summary.accepted_length > 1.3
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from dspark_jax.base import Batch, Blocks, Params
 from dspark_jax.config import Losses
@@ -26,13 +26,13 @@ class TrainState:
       step: optimizer steps taken.
       params: the drafter's fp32 parameters.
       optimizer: optax state.
-      key: randomness of the anchors; never changes, step is folded in.
+      key: randomness of the anchors, a typed key; never changes, step is folded in.
     """
 
     step: Int[Array, ""]
     params: Params
     optimizer: Any
-    key: Key[Array, ""]
+    key: Array
 
 
 @chex.dataclass(frozen=True)

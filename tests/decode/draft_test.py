@@ -19,7 +19,7 @@ from dspark_jax.sampling import Sampling, draw, law
 from . import doubles
 from .conftest import PROMPTS, VOCABULARY
 
-SKIPPING = (0, 1, 2, 3, 4, 5, *range(40, 52))
+SKIPPING = (0, 1, 2, 3, 4, 5, 40, 41, 42, 43, 44, 45)
 
 
 def best(logits, keys):
@@ -63,7 +63,7 @@ def test_drafts_after_refusals_equal_drafts_from_scratch(
     tiny_target, build_drafter, drafted, positions
 ):
     """Context holds target features of committed tokens alone, wherever the prompt's ids are."""
-    engine, prompt = drafted(block_size=4), PROMPTS[18]
+    engine, prompt = drafted(block_size=4), PROMPTS[12]
     where = doubles.all_positions(len(prompt), positions)[None]
     requests, progress = doubles.begin(
         engine, doubles.padded(prompt), [len(prompt)], 40, positions=where

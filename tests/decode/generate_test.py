@@ -122,9 +122,10 @@ def test_a_vocabulary_cut_to_candidates_is_lossless(greedy, drafted, walk):
 
 
 def test_the_mask_token_is_a_token_like_any_other(greedy, drafted, commonest):
-    (generation,) = drafted(block_size=4).generate(ask(RAGGED[-1:]))
-    assert commonest in generation.tokens
-    assert generation.tokens == greedy(RAGGED[-1], NEW)
+    """C15: the target emits it, and nothing is dropped."""
+    generations = drafted(block_size=4).generate(ask(RAGGED))
+    assert any(commonest in generation.tokens for generation in generations)
+    assert_untouched(generations, [greedy(prompt, NEW) for prompt in RAGGED])
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +196,9 @@ def test_rounds_need_no_host(greedy, drafted):
 def test_ties_go_to_the_lowest_id_in_draft_verify_and_plain_decoding(proposer):
     tied = np.tile(np.asarray([1, 3, 3, 0], np.float32), (85, 1))
     engine = doubles.table_engine(proposer, tied, tied)
-    requests, progress = doubles.begin(engine, np.zeros((1, 8)), [1], 5)
+    requests, progress = doubles.begin(engine, np.zeros((1, 8)), [1], 7)
     progress = doubles.finish(engine, requests, progress)
-    assert progress.tokens[0, 1:6].tolist() == [1] * 5
+    assert progress.tokens[0, 1:].tolist() == [1] * 7
     assert progress.survived[0].tolist() == [2] * proposer.block_size
 
 

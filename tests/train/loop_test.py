@@ -233,13 +233,14 @@ def test_a_drafter_memorises_a_sequence(tiny_target, tmp_path, predict_from_anch
         batch_size=1,
         num_anchors=16,
         anchor_chunk=16,
-        log_every=150,
+        log_every=1,
         save_every=150,
         max_cache_bytes=10**6,
     )
     lines = []
     drafter = run(config, tiny_target, corpus, lines.append)
     assert lines[-1]["loss"] < 0.1
+    assert lines[-1]["agree_rate"] == [1.0] * size  # T26: the teacher of a label is its author
     fast = engine(tiny_target, drafter, smallest_bucket=32, chunk=4)
     (generation,) = fast.generate([request])
     assert generation.tokens == answer.tokens
