@@ -4,7 +4,8 @@ dspark train configs/smollm2.py --data answers.jsonl
 
 `answers.jsonl` holds conversations the target has answered (`tokens` and `reply_start`, or
 `messages`). Hardware: 2 CPU cores, 20 minutes for the target's features of 400,000 tokens (5.4 GB
-on disk), then 75 minutes. Accepted length: see the README's table.
+on disk), then 40 minutes if nothing else runs. Accepted length on unseen prompts: 1.79 from 1,560
+conversations, 3.27 on those it was trained on: it overfits, give it more answers.
 """
 
 from dspark_jax.config import DrafterRecipe, Losses, Markov, Optimizer, TrainConfig
