@@ -10,7 +10,7 @@ class Rotary:
     """Rotary position embedding: how the angle of each frequency pair grows with the position."""
 
     theta: float  # base of the geometric series of frequencies
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"  # how frequencies are stretched
+    scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"  # see below
     factor: float = 1.0  # stretch of the context length
     original_length: int = 0  # context length before stretching (llama3, yarn)
     low_frequency: float = 1.0  # llama3: wavelengths longer than original/low are stretched fully
@@ -19,6 +19,9 @@ class Rotary:
     beta_slow: float = 1.0  # yarn: rotations below which to stretch fully
     attention_factor: float = 1.0  # multiplies cosine and sine (yarn)
     partial: float = 1.0  # fraction of the head's dimensions that rotate
+
+    # Scalings stretch the frequencies; "proportional" (Gemma4) keeps those of the whole head and
+    # stops the slowest 1 - partial of them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,10 @@ class Geometry:
     mlp_bias: bool = False  # biases in the MLP
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
     norm_offset: bool = False  # norm weights are stored as w - 1 (Gemma2, Gemma3)
+    norm_fp32: bool = False  # norm weights multiply before the cast, stored as w (Gemma4)
     sandwich_norms: bool = False  # norm after attention and MLP too (Gemma)
+    value_from_key: bool = False  # no v projection: values are unit-rms raw keys (Gemma4)
+    layer_scalar: bool = False  # a stored, untrained factor on each layer's output (Gemma4)
     attention_scale: float | None = None  # of q.k; None = head_dim ** -0.5
     attention_softcap: float | None = None  # c * tanh(scores / c)
 
@@ -145,6 +151,16 @@ class DrafterConfig:
     logit_multiplier: float = 1.0  # of the base logits, before the softcap
     logit_softcap: float | None = None  # of the base logits, before the head's bias
     convolution: Convolution | None = None  # DFlash-2's local convolutions, None = none
+    windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
+    causal: tuple[bool, ...] = ()  # layers whose block rows see no later row; () = none
+
+    def __post_init__(self):
+        for field in ("windows", "causal"):
+            if len(getattr(self, field)) not in (0, self.num_layers):
+                raise ValueError(
+                    f"{field} = {getattr(self, field)}: needs one entry for each of "
+                    f"{self.num_layers} layers, or none"
+                )
 
     @property
     def num_inputs(self) -> int:

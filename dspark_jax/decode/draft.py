@@ -82,13 +82,12 @@ class DrafterProposer:
     ) -> Draft:
         """One pass of the backbone, then the walk."""
         drafter = self._merge(params)
-        visible = jnp.arange(cache[0][0].shape[2]) < slots[:, None, None]
         hidden = drafter.hidden(
             lent,
             anchors[:, None],
             positions[:, None],
             cache,
-            visible,
+            slots[:, None],
             jnp.ones((anchors.shape[0], 1), bool),
         )[:, 0]
         base = drafter.heads.base_logits(lent, hidden)

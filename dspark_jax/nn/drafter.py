@@ -128,7 +128,7 @@ class Drafter(nnx.Module):
         anchors: Int[Array, "B A"],
         positions: Int[Array, "B A"],
         context: tuple[Context, ...],
-        visible: Bool[Array, "B A S"],
+        first: Int[Array, "B A"],
         valid: Bool[Array, "B A"],
     ) -> Float[Array, "B A K D"]:
         """Hidden states of the predicting rows of each block.
@@ -138,15 +138,15 @@ class Drafter(nnx.Module):
           anchors: the anchor tokens.
           positions: rotary positions of the anchors.
           context: keys and values from `backbone.context`.
-          visible: which context slots each block sees.
+          first: slots of the anchors; context before them is seen.
           valid: False for dummy blocks, which hold masks only.
         """
         c = self.config
-        first = jnp.where(valid, anchors, c.mask_token)[..., None]
+        lead = jnp.where(valid, anchors, c.mask_token)[..., None]
         masks = jnp.full((*anchors.shape, c.num_inputs - 1), c.mask_token, anchors.dtype)
-        x = lent.embedding[jnp.concatenate([first, masks], -1)]
+        x = lent.embedding[jnp.concatenate([lead, masks], -1)]
         if c.embedding_scale is not None:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         rows = positions[..., None] + jnp.arange(c.num_inputs)
-        out = self.backbone(x, context, visible, valid, rows)
+        out = self.backbone(x, context, first, valid, rows)
         return out if c.predict_from_anchor else out[..., 1:, :]

@@ -19,12 +19,17 @@ def normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = 0.
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
+def accumulator(x: Array) -> jnp.dtype:
+    """The dtype sums over x are formed in: fp32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def project(
     x: Float[Array, "*rows inner"], table: Float[Array, "outer inner"]
 ) -> Float[Array, "*rows outer"]:
-    """X Wᵀ in fp32, whatever the dtype of the operands."""
+    """X Wᵀ, fp32 whatever lower precision the operands have."""
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, table, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, table, axes, preferred_element_type=accumulator(x))
 
 
 def linear(
@@ -38,17 +43,24 @@ def linear(
 
 
 def rms_norm(
-    x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float, offset: bool = False
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, "D"] | None,
+    eps: float,
+    offset: bool = False,
+    in_fp32: bool = False,
 ) -> Float[Array, "*rows D"]:
-    """X / rms(x) * w, normalised in fp32.
+    """X / rms(x) * w, normalised in fp32; no factor without a weight.
 
-    With `offset` (Gemma) the factor is 1 + w and is applied before the cast; without, the cast
-    comes first, as Llama and Qwen do.
+    With `offset` (Gemma2, Gemma3) the factor is 1 + w and is applied before the cast, with
+    `in_fp32` (Gemma4) w is; otherwise the cast comes first, as Llama and Qwen do.
     """
-    x32 = x.astype(jnp.float32)
+    x32 = x.astype(accumulator(x))
     unit = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
-    if offset:
-        return (unit * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    if weight is None:
+        return unit.astype(x.dtype)
+    if offset or in_fp32:
+        factor = weight.astype(x32.dtype)
+        return (unit * (1.0 + factor if offset else factor)).astype(x.dtype)
     return unit.astype(x.dtype) * weight
 
 
@@ -72,21 +84,40 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a learned factor."""
 
-    def __init__(self, width: int, eps: float, dtype: DTypeLike, offset: bool = False):
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        dtype: DTypeLike,
+        offset: bool = False,
+        in_fp32: bool = False,
+    ):
         self.weight = nnx.Param((jnp.zeros if offset else jnp.ones)((width,), dtype))
         self.eps = eps
         self.offset = offset
+        self.in_fp32 = in_fp32
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Normalises the last axis."""
-        return rms_norm(x, self.weight[...], self.eps, self.offset)
+        return rms_norm(x, self.weight[...], self.eps, self.offset, self.in_fp32)
+
+
+def norm(geometry: Geometry, width: int, dtype: DTypeLike) -> RMSNorm:
+    """The geometry's kind of norm."""
+    g = geometry
+    return RMSNorm(width, g.norm_eps, dtype, g.norm_offset, g.norm_fp32)
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> Float[Array, "half"]:
     """Angle per position of each rotated pair; `half` is half of the rotated dimensions.
 
-    Scalings: llama3 (Llama 3.1 model card), yarn (Peng et al., 2023, section 3).
+    Scalings: llama3 (Llama 3.1 model card), yarn (Peng et al., 2023, section 3), proportional
+    (Gemma4: pairs span the whole head, and those behind the rotated part stand still).
     """
+    if rotary.scaling == "proportional":
+        pairs = jnp.arange(head_dim // 2, dtype=jnp.float32)
+        turning = pairs < int(rotary.partial * head_dim // 2)
+        return jnp.where(turning, rotary.theta ** (-2 * pairs / head_dim), 0.0)
     rotated = int(head_dim * rotary.partial)
     exponents = jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated
     plain = 1.0 / rotary.theta**exponents
@@ -140,7 +171,7 @@ def masked_softmax(
     scores: Float[Array, "*rows keys"], visible: Bool[Array, "*#rows keys"]
 ) -> Float[Array, "*rows keys"]:
     """Softmax over visible keys in fp32; a row that sees nothing gives zeros, gradients too."""
-    scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
+    scores = jnp.where(visible, scores.astype(accumulator(scores)), -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores - peak, 0.0)), 0.0)
@@ -166,12 +197,14 @@ class Attention(nnx.Module):
         queries, keys = g.heads * g.head_dim, g.kv_heads * g.head_dim
         self.q_proj = Linear(g.width, queries, g.qkv_bias, dtype, rngs=rngs)
         self.k_proj = Linear(g.width, keys, g.qkv_bias, dtype, rngs=rngs)
-        self.v_proj = Linear(g.width, keys, g.qkv_bias, dtype, rngs=rngs)
+        self.v_proj = (
+            None if g.value_from_key else Linear(g.width, keys, g.qkv_bias, dtype, rngs=rngs)
+        )
         self.o_proj = Linear(queries, g.width, g.out_bias, dtype, rngs=rngs)
-        norm = g.qk_norm
-        self.q_norm = RMSNorm(g.head_dim, g.norm_eps, dtype, g.norm_offset) if norm else None
-        self.k_norm = RMSNorm(g.head_dim, g.norm_eps, dtype, g.norm_offset) if norm else None
+        self.q_norm = norm(g, g.head_dim, dtype) if g.qk_norm else None
+        self.k_norm = norm(g, g.head_dim, dtype) if g.qk_norm else None
         self.head_dim = g.head_dim
+        self.norm_eps = g.norm_eps
         self.rotary = rotary
 
     def _heads(self, x: Float[Array, "*rows wide"]) -> Float[Array, "*rows heads head_dim"]:
@@ -188,10 +221,15 @@ class Attention(nnx.Module):
     def keys_values(
         self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]
     ) -> tuple[Float[Array, "*rows kv_heads head_dim"], Float[Array, "*rows kv_heads head_dim"]]:
-        """Normed, rotated keys; plain values."""
-        k = self._heads(self.k_proj(x))
-        k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(k, positions, self.rotary), self._heads(self.v_proj(x))
+        """Normed, rotated keys; plain values, or the raw keys at unit rms."""
+        raw = self._heads(self.k_proj(x))
+        k = raw if self.k_norm is None else self.k_norm(raw)
+        v = (
+            rms_norm(raw, None, self.norm_eps)
+            if self.v_proj is None
+            else self._heads(self.v_proj(x))
+        )
+        return rotate(k, positions, self.rotary), v
 
 
 class MLP(nnx.Module):

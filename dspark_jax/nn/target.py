@@ -9,8 +9,8 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.nn.layers import (
     MLP,
     Attention,
-    RMSNorm,
     masked_softmax,
+    norm,
     normal,
     project,
     softcap,
@@ -44,20 +44,17 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: TargetConfig, layer: int, dtype: DTypeLike, *, rngs: nnx.Rngs):
         g = config.geometry
 
-        def norm(wanted: bool = True) -> RMSNorm | None:
-            return RMSNorm(g.width, g.norm_eps, dtype, g.norm_offset) if wanted else None
-
         sparse = config.experts is not None and layer in config.experts.layers
-        self.input_layernorm = norm()
+        self.input_layernorm = norm(g, g.width, dtype)
         self.self_attn = Attention(g, config.rotary(layer), dtype, rngs=rngs)
-        self.attention_norm = norm(g.sandwich_norms)
-        self.mlp_input_norm = norm()
+        self.attention_norm = norm(g, g.width, dtype) if g.sandwich_norms else None
+        self.mlp_input_norm = norm(g, g.width, dtype)
         self.mlp = (
             MixtureOfExperts(g, config.experts, dtype, rngs=rngs)
             if sparse
             else MLP(g, dtype, rngs=rngs)
         )
-        self.mlp_norm = norm(g.sandwich_norms)
+        self.mlp_norm = norm(g, g.width, dtype) if g.sandwich_norms else None
         self.geometry = g
         self.window = config.window(layer)
 
@@ -97,7 +94,7 @@ class Target(nnx.Module):
             DecoderLayer(config, i, dtype, rngs=rngs) for i in range(config.num_layers)
         )
         g = config.geometry
-        self.norm = RMSNorm(width, g.norm_eps, dtype, g.norm_offset)
+        self.norm = norm(g, width, dtype)
         self.lm_head = (
             None if config.tied else nnx.Param(normal(rngs.params(), (vocab, width), dtype))
         )

@@ -83,10 +83,8 @@ def loss(
     rows = jnp.arange(tokens.shape[0])[:, None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     context = drafter.backbone.context(known.features, positions)
-    visible = jnp.arange(length) < blocks.anchors[..., None]
-    hidden = drafter.hidden(
-        known.lent, tokens[rows, blocks.anchors], blocks.anchors, context, visible, blocks.valid
-    )
+    where = blocks.anchors
+    hidden = drafter.hidden(known.lent, tokens[rows, where], where, context, where, blocks.valid)
     weights, labels, lent = anchors.weights(blocks.counted, losses.decay), blocks.labels, known.lent
     if subset is not None:
         labels = vocabulary.locate(subset, labels, lent.head.shape[0])

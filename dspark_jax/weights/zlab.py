@@ -36,8 +36,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
             f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
         )
     fields = _merged(hf)
-    if "sliding_attention" in (hf.get("layer_types") or ()):
-        raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
+    windows = _windows(hf)
     is_second = architecture == "DFlash2DraftModel"
     rank = required(fields, "selector_rank") if is_second else 0
     return DrafterConfig(
@@ -53,6 +52,8 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         logit_multiplier=float(fields.get("output_multiplier") or 1.0),
         logit_softcap=fields.get("final_logit_softcapping"),
         convolution=_convolution(fields) if is_second else None,
+        windows=windows if any(windows) else (),
+        causal=_causal(fields, windows),
     )
 
 
@@ -62,6 +63,32 @@ def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
     if conflicts:
         raise CheckpointError(f"dflash_config and the top level disagree about {conflicts}")
     return {**hf, **nested}
+
+
+def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
+    layers = required(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types") or ["full_attention"] * layers
+    if len(kinds) != layers:
+        raise CheckpointError(f"layer_types has {len(kinds)} entries, num_hidden_layers = {layers}")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise CheckpointError(
+            f"layer_types has {unknown}: supported are full_attention, sliding_attention"
+        )
+    sliding = "sliding_attention" in kinds
+    window = required(hf, "sliding_window") if sliding else None
+    if sliding and (type(window) is not int or window < 1):
+        raise CheckpointError(f"sliding_window = {window!r}: must be a whole number, at least 1")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """`is_causal`, else `causal`, speaks for all layers; without either, sliding ones are."""
+    said = fields.get("is_causal")
+    said = fields.get("causal") if said is None else said
+    layers = tuple(w is not None if said is None else bool(said) for w in windows)
+    return layers if any(layers) else ()
 
 
 def _geometry(hf: Mapping[str, Any]) -> Geometry:

@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dspark_jax.nn.backbone import Backbone, block_attention
+from dspark_jax.nn.backbone import Backbone, block_attention, sight
 
 LENGTH, ANCHORS = 12, jnp.asarray([[3, 5]])
 VALID = jnp.ones((1, 2), bool)
-VISIBLE = jnp.arange(LENGTH) < ANCHORS[..., None]
 
 
 @jax.jit
-def hidden_of(backbone, x, features, visible, valid, shift=0):
+def hidden_of(backbone, x, features, first, valid, shift=0):
     """Hidden states of blocks behind ANCHORS."""
     positions = jnp.arange(LENGTH)[None] + shift
     rows = ANCHORS[..., None] + jnp.arange(x.shape[2]) + shift
-    return backbone(x, backbone.context(features, positions), visible, valid, rows)
+    return backbone(x, backbone.context(features, positions), first, valid, rows)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def inputs():
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_depends_on_itself_and_the_context_before_its_anchor(tiny_drafter, inputs, block):
     def reading(x, features):
-        hidden = hidden_of(tiny_drafter.backbone, x, features, VISIBLE, VALID)
+        hidden = hidden_of(tiny_drafter.backbone, x, features, ANCHORS, VALID)
         return jnp.sum(hidden[0, block, 0] * jnp.arange(1.0, 33.0))
 
     own, context = jax.jit(jax.grad(reading, argnums=(0, 1)))(*inputs)
@@ -51,7 +50,7 @@ def test_a_block_depends_on_itself_and_the_context_before_its_anchor(tiny_drafte
 
 def test_dummy_blocks_leave_the_others_alone_and_stay_finite(tiny_drafter, inputs):
     def total(x, features, valid):
-        hidden = hidden_of(tiny_drafter.backbone, x, features, VISIBLE, valid)
+        hidden = hidden_of(tiny_drafter.backbone, x, features, ANCHORS, valid)
         return jnp.sum(hidden[:, 0] ** 2 * jnp.arange(32.0)), hidden
 
     valid = jnp.asarray([[True, False]])
@@ -65,7 +64,7 @@ def test_dummy_blocks_leave_the_others_alone_and_stay_finite(tiny_drafter, input
 
 def test_a_block_behind_no_context_sees_itself(tiny_drafter, inputs):
     x, features = inputs
-    nothing = jnp.zeros_like(VISIBLE)
+    nothing = jnp.zeros_like(ANCHORS)
     hidden = hidden_of(tiny_drafter.backbone, x, features, nothing, VALID)
     other = hidden_of(tiny_drafter.backbone, x, -features, nothing, VALID)
     chex.assert_tree_all_finite(hidden)
@@ -73,8 +72,8 @@ def test_a_block_behind_no_context_sees_itself(tiny_drafter, inputs):
 
 
 def test_only_distances_between_positions_matter(tiny_drafter, inputs):
-    near = hidden_of(tiny_drafter.backbone, *inputs, VISIBLE, VALID)
-    far = hidden_of(tiny_drafter.backbone, *inputs, VISIBLE, VALID, 40)
+    near = hidden_of(tiny_drafter.backbone, *inputs, ANCHORS, VALID)
+    far = hidden_of(tiny_drafter.backbone, *inputs, ANCHORS, VALID, 40)
     chex.assert_trees_all_close(near, far, atol=1e-3)
 
 
@@ -85,8 +84,8 @@ def test_feature_scales_multiply_the_taps(tiny_drafter, inputs):
     scaled = nnx.merge(graphdef, nnx.state(tiny_drafter.backbone))
     by_hand = features * jnp.repeat(jnp.asarray([0.5, 4.0]), 32)
     chex.assert_trees_all_close(
-        hidden_of(scaled, x, features, VISIBLE, VALID),
-        hidden_of(tiny_drafter.backbone, x, by_hand, VISIBLE, VALID),
+        hidden_of(scaled, x, features, ANCHORS, VALID),
+        hidden_of(tiny_drafter.backbone, x, by_hand, ANCHORS, VALID),
         atol=1e-5,
     )
 
@@ -98,8 +97,8 @@ def test_block_attention_equals_a_loop_over_blocks_and_heads(key, cap):
     own_k, own_v = (jax.random.normal(k, (2, 3, 4, 2, 8)) for k in keys[1:3])
     context_k, context_v = (jax.random.normal(k, (2, 2, 6, 8)) for k in keys[3:])
     seen = np.asarray([[0, 2, 6], [1, 5, 3]])
-    visible, valid = jnp.arange(6) < seen[..., None], jnp.asarray(seen != 3)
-    out = block_attention(q, own_k, own_v, context_k, context_v, visible, valid, 0.3, cap)
+    seeing = sight(jnp.asarray(seen), jnp.asarray(seen != 3), 6, 4)
+    out = block_attention(q, own_k, own_v, context_k, context_v, seeing, 0.3, cap)
     q, own_k, own_v, context_k, context_v = jax.device_get((q, own_k, own_v, context_k, context_v))
     for row, block, head in np.ndindex(2, 3, 4):
         some, kv = seen[row, block], head // 2
@@ -110,3 +109,28 @@ def test_block_attention_equals_a_loop_over_blocks_and_heads(key, cap):
         expected = weights / weights.sum(-1, keepdims=True) @ v * (some != 3)
         actual = out[row, block, :, 8 * head : 8 * head + 8]
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+def test_sight_is_what_the_definition_says(window, is_causal):
+    """Key j of row i: a context slot before the anchor or a row of the block, and near enough."""
+    first, slots, rows = np.asarray([[0, 2, 5], [4, 6, 1]]), 7, 3
+    valid = np.asarray([[True, True, True], [True, False, True]])
+    seen = sight(jnp.asarray(first), jnp.asarray(valid), slots, rows, window, is_causal)
+    seen = np.broadcast_to(seen, (2, 3, rows, slots + rows))
+    for row, block, i, key in np.ndindex(seen.shape):
+        at = first[row, block] + i
+        where = key if key < slots else first[row, block] + key - slots
+        expected = valid[row, block] and (key >= slots or key < first[row, block])
+        if window is not None:
+            expected &= abs(at - where) < window
+        if is_causal:
+            expected &= where <= at
+        assert seen[row, block, i, key] == expected
+
+
+def test_a_window_or_causality_of_one_layer_needs_one_entry_for_each(tiny_drafter):
+    for field, value in (("windows", (4,)), ("causal", (True, False, True))):
+        with pytest.raises(ValueError, match=f"{field} = .* one entry for each of 2 layers"):
+            dataclasses.replace(tiny_drafter.config, **{field: value})

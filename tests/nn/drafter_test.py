@@ -27,8 +27,7 @@ def hidden_of(drafter, lent, anchors, valid):
     features = jax.random.normal(jax.random.key(2), (1, 8, 64))
     context = drafter.backbone.context(features, jnp.arange(8)[None])
     positions = jnp.asarray([[2, 5]])
-    visible = jnp.arange(8) < positions[..., None]
-    return drafter.hidden(lent, anchors, positions, context, visible, valid)
+    return drafter.hidden(lent, anchors, positions, context, positions, valid)
 
 
 def with_layout(drafter: Drafter, predict_from_anchor: bool) -> Drafter:
@@ -126,16 +125,15 @@ def test_a_head_with_padding_rows_never_drafts_them(tiny_drafter, lent, key):
     padded.heads.head.w1.set_value(jnp.ones((104, 4)))
     padded.heads.head.w2.set_value(jnp.zeros((104, 4)).at[97:].set(1e6))
     functions, params = proposer(padded)
-    cache, first = functions.init_cache(params, 2, 8), jnp.zeros(2, jnp.int32)
-    draft = functions.draft(
-        params,
-        lent,
-        jnp.asarray([0, 96]),
-        cache,
-        first,
-        first,
-        lambda logits, keys: (jnp.argmax(logits, -1).astype(jnp.int32), logits),
-        jax.random.split(key, (2, 4)),
-    )
+
+    @jax.jit
+    def draft_behind(anchors, keys):
+        cache, first = functions.init_cache(params, 2, 8), jnp.zeros(2, jnp.int32)
+        return functions.draft(params, lent, anchors, cache, first, first, greedy, keys)
+
+    def greedy(logits, keys):
+        return jnp.argmax(logits, -1).astype(jnp.int32), logits
+
+    draft = draft_behind(jnp.asarray([0, 96]), jax.random.split(key, (2, 4)))
     assert draft.probs.shape == (2, 4, 97)
     assert (draft.tokens < 97).all()

@@ -16,7 +16,7 @@ from dspark_jax.weights.tensors import CheckpointError
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.glob("dspark_qwen3_*"))
-SLOTS, JUNK = 32, 2  # cache slots; rows of a refused draft that a round leaves behind
+SLOTS, FED = 32, 16  # cache slots; rows a round feeds, those behind the anchor being garbage
 
 
 def assert_close(actual, expected):
@@ -34,42 +34,37 @@ def greedy(logits, keys):
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_rounds_equal_the_reference(name):
     drafter, lent = deepspec.read(GOLDENS / name)
-    golden = load_file(GOLDENS / name / "expected.safetensors")
+    expected = load_file(GOLDENS / name / "expected.safetensors")
     functions, params = proposer(drafter)
-    cache = functions.init_cache(params, 1, SLOTS)
-    known = np.pad(golden["target_hidden_states"][:1], ((0, 0), (0, JUNK), (0, 0)))
-    keys, done = jax.random.split(jax.random.key(0), (1, functions.block_size)), 0
+    keys = jax.random.split(jax.random.key(0), (1, functions.block_size))
+    extend = jax.jit(functions.extend)
+
+    @jax.jit
+    def round_of(cache, anchor, start, prevs):
+        """Draft, hidden states, base logits and confidence behind an anchor."""
+        draft = functions.draft(params, lent, anchor, cache, start, start, greedy, keys)
+        blocks = anchor[:, None], start[:, None], cache, start[:, None], jnp.ones((1, 1), bool)
+        hidden = drafter.hidden(lent, *blocks)[:, 0]
+        heads = drafter.heads
+        confidence = None if heads.confidence_head is None else heads.confidence(prevs, hidden)
+        return draft.tokens, draft.probs, hidden, heads.base_logits(lent, hidden), confidence
+
+    cache, done = functions.init_cache(params, 1, SLOTS), 0
     for number in range(3):
-        expected = {
-            field: golden.get(f"round{number}.{field}")
-            for field in (
-                "start",
-                "block_hidden",
-                "base_logits",
-                "draft_logits",
-                "tokens",
-                "confidence_logits",
-            )
-        }
-        start = int(expected["start"][0])
-        rows = known[:, done : start + JUNK].copy()
-        rows[:, start - done :] = 1e3  # of tokens that were not committed
-        where = jnp.arange(done, start + JUNK)[None]
-        cache = functions.extend(params, jnp.asarray(rows), cache, jnp.asarray([done]), where)
-        anchors, slots = jnp.asarray(golden["input_ids"][:1, start]), jnp.asarray([start])
-        draft = functions.draft(params, lent, anchors, cache, slots, slots, greedy, keys)
-        assert draft.tokens.tolist() == expected["tokens"][:, 1:].tolist()
-        assert_close(draft.probs, expected["draft_logits"])
-        visible = jnp.arange(SLOTS) < slots[:, None, None]
-        hidden = drafter.hidden(
-            lent, anchors[:, None], slots[:, None], cache, visible, jnp.ones((1, 1), bool)
-        )[:, 0]
-        assert_close(hidden, expected["block_hidden"])
-        assert_close(drafter.heads.base_logits(lent, hidden), expected["base_logits"])
-        assert (drafter.config.confidence is None) == (expected["confidence_logits"] is None)
-        if drafter.config.confidence is not None:
-            confidence = drafter.heads.confidence(jnp.asarray(expected["tokens"][:, :-1]), hidden)
-            assert_close(confidence, expected["confidence_logits"])
+        prefix = f"round{number}."
+        start = int(expected[prefix + "start"][0])
+        rows = np.full((1, FED, expected["target_hidden_states"].shape[-1]), 1e3, np.float32)
+        rows[:, : start - done] = expected["target_hidden_states"][:1, done:start]
+        where = jnp.arange(done, done + FED)[None]
+        cache = extend(params, jnp.asarray(rows), cache, jnp.asarray([done]), where)
+        given = (expected["input_ids"][:1, start], [start], expected[prefix + "tokens"][:, :-1])
+        tokens, *outputs = round_of(cache, *map(jnp.asarray, given))
+        assert tokens.tolist() == expected[prefix + "tokens"][:, 1:].tolist()
+        names = ("draft_logits", "block_hidden", "base_logits", "confidence_logits")
+        for field, actual in zip(names, outputs, strict=True):
+            assert (actual is None) == (prefix + field not in expected)
+            if actual is not None:
+                assert_close(actual, expected[prefix + field])
         done = start
 
 

@@ -93,7 +93,9 @@ def test_cached_chunks_of_ragged_rows_equal_the_full_pass(golden):
     assert done.tolist() == [15, 14]
 
 
-@pytest.mark.parametrize("name", ["target_qwen3", "target_gemma2_softcap"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("target_qwen3", marks=pytest.mark.slow), "target_gemma2_softcap"]
+)
 def test_a_bf16_file_holds_the_same_weights_up_to_rounding(name, tmp_path):
     folder, expected = GOLDENS / name, load_file(GOLDENS / name / "expected.safetensors")
     stored = safetensors.flax.load_file(folder / "model.safetensors")

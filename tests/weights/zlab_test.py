@@ -24,7 +24,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 SLOTS = 32
 
 
-@pytest.fixture(scope="module", params=["dflash_qwen3", "dflash2_qwen3"])
+@pytest.fixture(scope="module", params=["dflash_qwen3", "dflash_qwen3_sliding", "dflash2_qwen3"])
 def golden(request):
     """A drafter, what the reference drafted with it, the lent tables, and its candidates."""
     folder = GOLDENS / request.param
@@ -50,9 +50,9 @@ def rounds(golden):
 
 def hidden_of(golden, start, anchor, cache):
     drafter, _, lent, _ = golden
-    visible, valid = (jnp.arange(SLOTS) < start)[None, None], jnp.ones((1, 1), bool)
+    valid = jnp.ones((1, 1), bool)
     where = jnp.asarray([[start]])
-    return drafter.hidden(lent, anchor[:, None], where, cache, visible, valid)[:, 0]
+    return drafter.hidden(lent, anchor[:, None], where, cache, where, valid)[:, 0]
 
 
 def test_rounds_are_the_references(golden):
@@ -114,10 +114,36 @@ def test_block_size_counts_their_anchor_and_the_selector_is_a_linear_gate(hf):
     [
         ({"architectures": ["Other"]}, "architectures = 'Other'"),
         ({"block_size": 9}, r"disagree about \['block_size'\]"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention", "other"]}, r"layer_types has \['other'\]"),
+        ({"layer_types": ["sliding_attention"] * 2}, "no `sliding_window`"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0},
+            "sliding_window = 0: must be",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers = 2"),
         ({"head_dim": None}, "no `head_dim`"),
     ],
 )
 def test_what_is_not_understood_is_refused(hf, changes, complaint):
     with pytest.raises(CheckpointError, match=complaint):
         zlab.drafter_config({**hf, **changes})
+
+
+@pytest.mark.parametrize(
+    ("said", "windows", "causal"),
+    [
+        ({}, (4, None), (True, False)),
+        ({"is_causal": False}, (4, None), ()),
+        ({"is_causal": True}, (4, None), (True, True)),
+        ({"dflash_config": {"causal": False}}, (4, None), ()),
+        ({"is_causal": True, "dflash_config": {"causal": False}}, (4, None), (True, True)),
+        ({"sliding_window": 4, "layer_types": ["full_attention"] * 2}, (), ()),
+    ],
+)
+def test_sliding_layers_are_causal_unless_the_checkpoint_says_otherwise(said, windows, causal):
+    """C39: `is_causal` first, then `causal`, then the kind of the layer."""
+    plain = json.loads((GOLDENS / "dflash_qwen3" / "config.json").read_text())
+    plain["dflash_config"].update(said.pop("dflash_config", {}))
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    config = zlab.drafter_config({**plain, **mixed, **said})
+    assert (config.windows, config.causal) == (windows, causal)
