@@ -99,6 +99,11 @@ class Heads(nnx.Module):
         return self.head.init_state(rows), step
 
 
+def first_order(config: DrafterConfig) -> bool:
+    """Whether the head sees the previous token alone, so that a table of pairs holds all of it."""
+    return isinstance(config.head, Markov)
+
+
 def _build_head(
     config: DrafterConfig, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> MarkovHead | RecurrentHead | DominoHead | None:

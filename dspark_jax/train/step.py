@@ -59,6 +59,19 @@ def ask(target: Target, batch: Batch, target_layer_ids: tuple[int, ...]) -> Know
     return jax.lax.stop_gradient(Knowledge(features=features, hidden=hidden, lent=lent))
 
 
+def predictions(
+    drafter: Drafter, known: Knowledge, blocks: Blocks, tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B A K D"], Float[Array, "B A K D"]]:
+    """Final-normed states that predict each label: the drafter's, and the target's."""
+    length, where = tokens.shape[1], blocks.anchors
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    context = drafter.backbone.context(known.features, positions)
+    hidden = drafter.hidden(known.lent, tokens[rows, where], where, context, where, blocks.valid)
+    ahead = where[..., None] + jnp.arange(blocks.labels.shape[-1])
+    return hidden, known.hidden[rows[..., None], jnp.minimum(ahead, length - 2)]
+
+
 def loss(
     drafter: Drafter,
     known: Knowledge,
@@ -79,25 +92,18 @@ def loss(
       chunk: blocks whose logits exist at once.
       subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
     """
-    length = tokens.shape[1]
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    context = drafter.backbone.context(known.features, positions)
-    where = blocks.anchors
-    hidden = drafter.hidden(known.lent, tokens[rows, where], where, context, where, blocks.valid)
+    hidden, target_hidden = predictions(drafter, known, blocks, tokens)
     weights, labels, lent = anchors.weights(blocks.counted, losses.decay), blocks.labels, known.lent
     if subset is not None:
         labels = vocabulary.locate(subset, labels, lent.head.shape[0])
         weights, labels = weights * (labels >= 0), jnp.maximum(labels, 0)
         lent = lent.replace(head=lent.head[subset.tokens])
-    ahead = jnp.arange(blocks.labels.shape[-1])
-    before_label = jnp.minimum(blocks.anchors[..., None] + ahead, length - 2)
     given = Supervision(
         prevs=blocks.prevs,
         labels=labels,
         counted=blocks.counted,
         weights=weights / (jnp.sum(weights) + 1e-6),
-        target_hidden=known.hidden[rows[..., None], before_label],
+        target_hidden=target_hidden,
     )
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given))
     return block_loss(losses, drafter.heads, *flat, lent, chunk, subset)

@@ -1,11 +1,11 @@
-"""DeepSpec's DSpark checkpoints: flat fields, architecture `Qwen3DSparkModel`, anchor-first.
+"""DeepSpec's DSpark checkpoints, Qwen3 and Gemma4: flat fields, anchor-first.
 
 They ship copies of the target's embedding and lm head, which we lend instead: `read` returns them
 beside the drafter, so that the caller can compare them with the target's.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dspark_jax.weights.tensors import (
     required,
 )
 
-ARCHITECTURES = ("Qwen3DSparkModel",)
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _RENAMED = (
     (r"^backbone\.", ""),
@@ -32,6 +32,11 @@ _RENAMED = (
     (r"^heads\.head\.", "markov_head."),
     (r"^heads\.confidence_head\.", "confidence_head."),
 )
+_GEMMA = {
+    "attention_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
 
 
 def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
@@ -44,13 +49,13 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     rank, confident = required(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
     if rank < 0:
         raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
     if "sliding_attention" in (hf.get("layer_types") or ()):
         raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
     with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
+    is_gemma = architecture == "Gemma4DSparkModel"
+    geometry = (_gemma_geometry if is_gemma else _geometry)(hf)
     return DrafterConfig(
-        geometry=_geometry(hf),
+        geometry=geometry,
         vocab_size=required(hf, "vocab_size"),
         num_layers=required(hf, "num_hidden_layers"),
         block_size=required(hf, "block_size"),
@@ -59,6 +64,8 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         predict_from_anchor=True,
         head=_head(hf, rank),
         confidence=Confidence(with_markov=with_markov) if confident else None,
+        embedding_scale=geometry.width**0.5 if is_gemma else None,
+        logit_softcap=hf.get("final_logit_softcapping") if is_gemma else None,
     )
 
 
@@ -86,6 +93,8 @@ def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _geometry(hf: Mapping[str, Any]) -> Geometry:
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
     return Geometry(
         width=required(hf, "hidden_size"),
         mlp_width=required(hf, "intermediate_size"),
@@ -98,11 +107,40 @@ def _geometry(hf: Mapping[str, Any]) -> Geometry:
     )
 
 
-def name(path: str) -> str:
-    """DeepSpec's name of one of our parameter paths."""
-    for pattern, replacement in _RENAMED:
-        path = re.sub(pattern, replacement, path)
-    return path
+def _gemma_geometry(hf: Mapping[str, Any]) -> Geometry:
+    """The target's global-attention geometry; its local one is not used (specs of DSpark)."""
+    act = required(hf, "hidden_activation")
+    if act != "gelu_pytorch_tanh":
+        raise CheckpointError(f"hidden_activation = {act!r}: supported is gelu_pytorch_tanh")
+    return Geometry(
+        width=required(hf, "hidden_size"),
+        mlp_width=required(hf, "intermediate_size"),
+        heads=required(hf, "num_attention_heads"),
+        kv_heads=required(hf, "num_global_key_value_heads"),
+        head_dim=required(hf, "global_head_dim"),
+        rotary=rotaries(hf)[0],
+        norm_eps=required(hf, "rms_norm_eps"),
+        activation="gelu_tanh",
+        qk_norm=True,
+        norm_fp32=True,
+        sandwich_norms=True,
+        value_from_key=required(hf, "attention_k_eq_v"),
+        layer_scalar=True,
+        attention_scale=1.0,
+    )
+
+
+def namer(config: DrafterConfig) -> Callable[[str], str]:
+    """DeepSpec's name of each of our parameter paths."""
+
+    def name(path: str) -> str:
+        for pattern, replacement in _RENAMED:
+            path = re.sub(pattern, replacement, path)
+        if config.geometry.sandwich_norms:
+            path = re.sub(r"\w+_(norm|layernorm)\b", lambda m: _GEMMA.get(m[0], m[0]), path)
+        return path
+
+    return name
 
 
 def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
@@ -115,5 +153,6 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
         embedding=jnp.asarray(tensors.pop(_EMBEDDING), dtype),
         head=jnp.asarray(tensors.pop(_HEAD), dtype),
     )
-    drafter = fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype)
+    build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
+    drafter = fill(build, tensors, namer(config), dtype)
     return drafter, lent

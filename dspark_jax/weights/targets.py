@@ -24,7 +24,13 @@ from dspark_jax.weights.tensors import (
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROTARY_NAMES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_ROTARY_NAMES = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "proportional": "proportional",
+}
 _GEMMA_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_input_norm": "pre_feedforward_layernorm",
@@ -192,8 +198,8 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     if kind not in _ROTARY_NAMES:
         raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
     partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if kind == "default":
-        return Rotary(theta=float(theta), partial=float(partial))
+    if kind in ("default", "proportional"):
+        return Rotary(theta=float(theta), scaling=_ROTARY_NAMES[kind], partial=float(partial))
     if kind == "yarn" and fields.get("truncate") is False:
         raise CheckpointError("rope truncate = false: only yarn with truncation is supported")
     if fields.get("factor") is None:

@@ -50,7 +50,7 @@ def logits_from_scratch(target_graph, drafter_graph, models, tokens, positions, 
         tokens[:, slot][:, None],
         positions[:, slot][:, None],
         drafter.backbone.context(features, positions),
-        (jnp.arange(tokens.shape[1]) < slot)[None, None],
+        jnp.full((1, 1), slot),
         jnp.ones((1, 1), bool),
     )[:, 0]
     prevs = jnp.concatenate([tokens[:, slot][:, None], drafts[:, :-1]], 1)
@@ -60,7 +60,7 @@ def logits_from_scratch(target_graph, drafter_graph, models, tokens, positions, 
 
 @pytest.mark.parametrize("positions", [None, SKIPPING], ids=["plain", "skipping"])
 def test_drafts_after_refusals_equal_drafts_from_scratch(
-    tiny_target, build_drafter, drafted, positions
+    shallow_target, build_drafter, drafted, positions
 ):
     """Context holds target features of committed tokens alone, wherever the prompt's ids are."""
     engine, prompt = drafted(block_size=4), PROMPTS[12]
@@ -68,7 +68,7 @@ def test_drafts_after_refusals_equal_drafts_from_scratch(
     requests, progress = doubles.begin(
         engine, doubles.padded(prompt), [len(prompt)], 40, positions=where
     )
-    graphs = [nnx.split(module)[0] for module in (tiny_target, build_drafter(block_size=4))]
+    graphs = [nnx.split(module)[0] for module in (shallow_target, build_drafter(block_size=4))]
     counts = []
     for _ in range(40):
         slot = int(progress.lengths[0]) - 1
@@ -85,12 +85,12 @@ def test_drafts_after_refusals_equal_drafts_from_scratch(
         if commit.done[0]:
             break
     assert set(counts) & {2, 3, 4}, "no block was accepted in part"
-    expected = doubles.plain_greedy(tiny_target, [prompt], positions)[0]
+    expected = doubles.plain_greedy(shallow_target, [prompt], positions)[0]
     slots = np.arange(doubles.SLOTS) < progress.lengths[0]
     np.testing.assert_array_equal(progress.tokens[0][slots], expected[slots])
 
 
-def test_q_is_the_law_of_the_corrected_logits(tiny_target, tiny_drafter, key):
+def test_q_is_the_law_of_the_corrected_logits(shallow_target, tiny_drafter, key):
     how = Sampling(
         temperature=jnp.asarray([0.7, 1.7]), top_k=jnp.asarray([0, 5]), top_p=jnp.asarray([1, 0.9])
     )
@@ -98,27 +98,28 @@ def test_q_is_the_law_of_the_corrected_logits(tiny_target, tiny_drafter, key):
     def reporting(logits, keys):
         return draw(keys, law(logits, how)), logits
 
-    def drafted(choose):
-        lent = Lent(embedding=tiny_target.embed_tokens[...], head=tiny_target.head)
+    @functools.partial(jax.jit, static_argnums=0)
+    def drafted(choose, lent):
         anchors, hidden = jnp.asarray([3, 4], jnp.int32), jax.random.normal(key, (2, 4, 32))
         base, keys = hidden @ lent.head.T, jax.random.split(key, (2, 4))
         cut = Candidates()
         return propose(tiny_drafter.heads, lent, anchors, hidden, base, choose, keys, cut)
 
-    reported, draft = drafted(reporting), drafted(rule(how).choose)
+    lent = Lent(embedding=shallow_target.embed_tokens[...], head=shallow_target.head)
+    reported, draft = drafted(reporting, lent), drafted(rule(how).choose, lent)
     np.testing.assert_array_equal(draft.tokens, reported.tokens)
     for k in range(4):
         np.testing.assert_allclose(draft.probs[:, k], law(reported.probs[:, k], how), atol=1e-5)
     assert np.all(np.take_along_axis(draft.probs, draft.tokens[..., None], -1) > 0)
 
 
-def test_padding_rows_of_a_heads_tables_are_never_drafted(tiny_target, build_drafter):
+def test_padding_rows_of_a_heads_tables_are_never_drafted(shallow_target, build_drafter):
     """Tables of 104 rows over a vocabulary of 97; the padding would win every argmax."""
     drafter = build_drafter(head=Markov(rank=4), vocab_size=104)
     drafter.heads.head.w1[...] = jnp.ones((104, 4))
     drafter.heads.head.w2[...] = jnp.zeros((104, 4)).at[VOCABULARY:].set(100.0)
     functions, params = proposer(drafter)
-    lent = Lent(embedding=tiny_target.embed_tokens[...], head=tiny_target.head)
+    lent = Lent(embedding=shallow_target.embed_tokens[...], head=shallow_target.head)
 
     @jax.jit
     def run(params, lent):
@@ -132,14 +133,14 @@ def test_padding_rows_of_a_heads_tables_are_never_drafted(tiny_target, build_dra
     assert np.all(draft.tokens < VOCABULARY)
 
 
-def test_embedding_and_head_are_lent_not_copied(tiny_target, tiny_drafter, drafted):
+def test_embedding_and_head_are_lent_not_copied(shallow_target, drafted):
     engine = drafted(block_size=4)
     shapes = [x.shape for x in jax.tree.leaves(engine.models.proposer)]
-    assert tiny_target.embed_tokens[...].shape not in shapes
+    assert shallow_target.embed_tokens[...].shape not in shapes
     lent = engine.target.lend(engine.models.target)
     for ours, theirs in [
-        (lent.embedding, tiny_target.embed_tokens[...]),
-        (lent.head, tiny_target.head),
+        (lent.embedding, shallow_target.embed_tokens[...]),
+        (lent.head, shallow_target.head),
     ]:
         assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 

@@ -10,8 +10,9 @@ from flax import nnx
 
 from dspark_jax.decode.engine import Request, check_pair, engine
 from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.target import Target
 
-from ..conftest import DRAFTER, GEOMETRY
+from ..conftest import DRAFTER, GEOMETRY, TARGET
 from . import doubles
 from .conftest import PROMPTS, VOCABULARY
 
@@ -140,13 +141,13 @@ def test_a_request_does_not_remember_the_one_before(drafted, greedy):
     assert [second] == engine.generate([Request(PROMPTS[7], max_new_tokens=30)])
 
 
-def test_positions_may_skip(drafted, tiny_target, greedy):
+def test_positions_may_skip(drafted, shallow_target, greedy):
     """As behind an image: generated tokens go on from the last position, not from the length."""
     skipping = (0, 1, 2, 3, 4, 5, *range(20, 32))
     (generation,) = drafted(block_size=4).generate(
         [Request(PROMPT, max_new_tokens=30, positions=skipping)]
     )
-    expected = doubles.plain_greedy(tiny_target, [PROMPT], skipping)[0]
+    expected = doubles.plain_greedy(shallow_target, [PROMPT], skipping)[0]
     assert generation.tokens == tuple(expected[18:48].tolist()) != greedy(PROMPT, 30)
 
 
@@ -260,6 +261,14 @@ def test_what_cannot_be_decoded_is_refused_by_name(knowing, request_, message):
             ask(knowing())
 
 
+def shapes(**change):
+    """The tiny target and a changed drafter, without weights."""
+    config = dataclasses.replace(DRAFTER, **change)
+    return nnx.eval_shape(
+        lambda: (Target(TARGET, rngs=nnx.Rngs(0)), Drafter(config, rngs=nnx.Rngs(0)))
+    )
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_batch_has_at_least_one_row(knowing, size):
     with pytest.raises(ValueError, match=f"batch_size = {size}"):
@@ -283,14 +292,11 @@ def test_chunks_fill_a_bucket(knowing, chunk, bucket):
         ({"mask_token": -1}, "mask_token = -1 is outside"),
     ],
 )
-def test_a_drafter_of_another_target_is_refused(tiny_target, change, message):
-    config = dataclasses.replace(DRAFTER, **change)
-    drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+def test_a_drafter_of_another_target_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        engine(tiny_target, drafter)
+        engine(*shapes(**change))
 
 
 @pytest.mark.parametrize("change", [{}, {"vocab_size": 104}, {"target_layer_ids": (-1, 3)}])
-def test_a_drafter_with_more_rows_or_any_taps_fits(tiny_target, change):
-    config = dataclasses.replace(DRAFTER, **change)
-    check_pair(tiny_target, nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
+def test_a_drafter_with_more_rows_or_any_taps_fits(change):
+    check_pair(*shapes(**change))

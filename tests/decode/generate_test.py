@@ -131,7 +131,7 @@ def test_the_mask_token_is_a_token_like_any_other(greedy, drafted, commonest):
 @pytest.fixture(scope="module")
 def windowed():
     """The tiny target with sliding windows; nothing else differs."""
-    config = dataclasses.replace(TARGET, windows=(8, None, 8, None))
+    config = dataclasses.replace(TARGET, num_layers=2, windows=(8, None))
     return sharpened(Target(config, rngs=nnx.Rngs(0)))
 
 
@@ -158,9 +158,9 @@ def test_rows_decode_as_if_they_were_alone(greedy, drafted):
     assert engine.generate(ask(prompts, 24), batch_size=1) == sixteen
 
 
-def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(tiny_target, scripted):
+def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(shallow_target, scripted):
     prompts = [LONG[:length] for length in (1, 15, 16, 17, 32, 33, 47, 48)]
-    truth = doubles.plain_greedy(tiny_target, prompts)
+    truth = doubles.plain_greedy(shallow_target, prompts)
     engine = scripted(doubles.half(truth[:4], 4))  # drafts for the others are as good as random
     generations = engine.generate(ask(prompts, 8), batch_size=4)
     for prompt, stream, generation in zip(prompts, truth, generations, strict=True):
@@ -202,14 +202,14 @@ def test_ties_go_to_the_lowest_id_in_draft_verify_and_plain_decoding(proposer):
     assert progress.survived[0].tolist() == [2] * proposer.block_size
 
 
-def test_bf16_output_is_the_targets_own_up_to_near_ties(tiny_target, build_drafter):
+def test_bf16_output_is_the_targets_own_up_to_near_ties(shallow_target, build_drafter):
     """Teacher-forced: every token is the uncached pass's best, or within the stated gap."""
 
     def halved(module):
         graphdef, state = nnx.split(module)
         return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 
-    target, prompt = halved(tiny_target), RAGGED[-1]
+    target, prompt = halved(shallow_target), RAGGED[-1]
     (generation,) = engine(target, halved(build_drafter(block_size=4)), **SHAPES).generate(
         ask([prompt])
     )

@@ -172,24 +172,31 @@ def test_a_greedy_choice_is_the_lowest_best_token(sampling):
     assert probs is None or probs.tolist() == [[0, 1, 0, 0]]
 
 
-ACCEPT = jax.jit(lambda draft, logits, how, keys: rule(how).accept(draft, logits, keys))
+MIXED = rows_of(4).replace(temperature=jnp.asarray([0, 1, 0, 0.5], jnp.float32))
+
+
+@jax.jit
+def judged(draft, logits, how, keys, order):
+    """Verdicts of rows in another order."""
+    draft, logits, how, keys = jax.tree.map(lambda x: x[order], (draft, logits, how, keys))
+    return rule(how).accept(draft, logits, keys)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.permutations(range(4)))
 def test_rows_of_a_batch_are_judged_apart_whatever_their_temperatures(seed, order):
     """Integer logits, so ties abound; greedy rows agree with the greedy rule."""
-    random, order = np.random.default_rng(seed), np.asarray(order)
-    logits = jnp.asarray(random.integers(0, 3, (4, 4, 5)), jnp.float32)
-    tokens = random.integers(0, 5, (4, 3))
-    q = random.dirichlet(np.ones(5), (4, 3))
+    random, order, same = np.random.default_rng(seed), np.asarray(order), np.arange(4)
+    logits = random.integers(0, 3, (4, 4, 5)).astype(np.float32)
+    tokens = random.integers(0, 5, (4, 3), np.int32)
+    q = random.dirichlet(np.ones(5), (4, 3)).astype(np.float32)
     q[::2] = np.eye(5)[tokens[::2]]  # a greedy row's tokens are certain
-    draft = Draft(tokens=jnp.asarray(tokens, jnp.int32), probs=jnp.asarray(q, jnp.float32))
-    how = rows_of(4).replace(temperature=jnp.asarray([0, 1, 0, 0.5], jnp.float32))
-    keys = keys_of(4, seed)
-    together = ACCEPT(draft, logits, how, keys)
-    shuffled = ACCEPT(*jax.tree.map(lambda x: x[order], (draft, logits, how, keys)))
-    greedy = ACCEPT(draft, logits, None, keys)
+    draft, logits = Draft(tokens=jnp.asarray(tokens), probs=jnp.asarray(q)), jnp.asarray(logits)
+    how, keys = MIXED, keys_of(4, seed)
+    together = judged(draft, logits, how, keys, same)
+    shuffled = judged(draft, logits, how, keys, order)
+    greedy = judged(draft, logits, None, keys, same)
     for name in ("accepted", "bonus"):
-        np.testing.assert_array_equal(shuffled[name], together[name][order])
-        np.testing.assert_array_equal(together[name][::2], greedy[name][::2])
+        verdicts = np.asarray(together[name])
+        np.testing.assert_array_equal(shuffled[name], verdicts[order])
+        np.testing.assert_array_equal(verdicts[::2], greedy[name][::2])

@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.train import data, features, step
+from dspark_jax.config import DrafterRecipe, Losses, Markov
+from dspark_jax.nn.drafter import Drafter
+from dspark_jax.train import anchors, data, features, initial, step
 
 TAPS, ROOM = (0, 1), 10**6
 
@@ -40,6 +42,19 @@ def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path
         np.testing.assert_allclose(actual[inside], expected[inside], atol=1e-4, rtol=1e-5)
         assert not actual[~inside].any()
     chex.assert_trees_all_equal(online.lent, offline.lent)
+    recipe = DrafterRecipe(
+        num_layers=1, block_size=2, mask_token=30, target_layer_ids=TAPS, head=Markov(rank=3)
+    )
+    config = initial.drafter_config(recipe, micro_target.config)
+    drafter = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0)))()
+
+    @jax.jit
+    def loss(known, batch):
+        blocks = anchors.cut(batch, *anchors.sample(jax.random.key(0), batch.loss_mask, 4), 2)
+        return step.loss(drafter, known, blocks, batch.tokens, Losses(), 4)[0]
+
+    losses = [float(loss(known, plain)) for known in (online, offline)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_a_stopped_run_continues_behind_what_is_done(micro_target, corpus, tmp_path):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import chex
 import jax
@@ -12,110 +10,23 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from dspark_jax.base import Batch
-from dspark_jax.config import Convolution, Domino, Losses, Markov, Optimizer, Recurrent
+from dspark_jax.config import (
+    Convolution,
+    Domino,
+    DrafterConfig,
+    DrafterRecipe,
+    Losses,
+    Markov,
+    Optimizer,
+    Recurrent,
+)
 from dspark_jax.decode.draft import proposer
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import anchors, optimizer, step
-from dspark_jax.train.losses import draft_logits
+from dspark_jax.train import anchors, initial, optimizer, step
 from dspark_jax.train.step import Knowledge, TrainState
-from dspark_jax.weights import deepspec
-
-from ..conftest import sharpened
-
-GOLDENS = Path(__file__).parent.parent / "goldens"
-NAMES = sorted(folder.name for folder in GOLDENS.glob("dspark_qwen3_*"))
-CHUNKS = [(name, 5) for name in NAMES] + [("dspark_qwen3_vanilla", 1), ("dspark_qwen3_vanilla", 10)]
-
-
-def assert_close(actual, expected, floor=1.0):
-    """The tolerance of the goldens."""
-    tolerance = 1e-4 * max(floor, float(np.abs(expected).max()))
-    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=tolerance)
-
-
-@functools.cache
-def golden(name: str):
-    """A drafter of the reference with a batch, its blocks, and what the reference makes of it."""
-    drafter, lent = deepspec.read(GOLDENS / name)
-    expected = load_file(GOLDENS / name / "expected.safetensors")
-    weights = json.loads((GOLDENS / name / "loss.json").read_text())
-    losses = Losses(
-        cross_entropy=weights["ce_loss_alpha"],
-        l1=weights["l1_loss_alpha"],
-        confidence=weights["confidence_head_alpha"],
-        decay=weights["loss_decay_gamma"],
-    )
-    batch = Batch(
-        tokens=jnp.asarray(expected["input_ids"]),
-        loss_mask=jnp.asarray(expected["loss_mask"], bool),
-    )
-    known = Knowledge(
-        features=jnp.asarray(expected["target_hidden_states"]),
-        hidden=jnp.asarray(expected["target_last_hidden_states"]),
-        lent=lent,
-    )
-    chosen = jnp.asarray(expected["anchor_positions"])
-    valid = jnp.asarray(expected["block_keep_mask"], bool)
-    blocks = anchors.cut(batch, chosen, valid, drafter.config.block_size)
-    return drafter, losses, batch, known, blocks, expected
-
-
-@jax.jit
-def training_hidden(drafter, known, blocks, tokens):
-    """Hidden states of training blocks."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return drafter.hidden(
-        known.lent,
-        jnp.take_along_axis(tokens, blocks.anchors, 1),
-        blocks.anchors,
-        drafter.backbone.context(known.features, positions),
-        jnp.arange(tokens.shape[1]) < blocks.anchors[..., None],
-        blocks.valid,
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_training_logits_equal_the_reference(name):
-    drafter, _, batch, known, blocks, expected = golden(name)
-    valid = np.asarray(blocks.valid)
-    assert blocks.counted.astype(int).tolist() == expected["eval_mask"].tolist()
-    assert np.asarray(blocks.labels)[valid].tolist() == expected["target_ids"][valid].tolist()
-    hidden = training_hidden(drafter, known, blocks, batch.tokens)
-    for row in range(2):
-        logits = draft_logits(drafter.heads, known.lent, hidden[row], blocks.prevs[row])
-        assert_close(logits[valid[row]], expected["draft_logits"][row, valid[row]])
-    ahead = blocks.anchors[..., None] + jnp.arange(drafter.config.block_size)
-    states = jax.vmap(lambda rows, at: rows[jnp.minimum(at, 22)])(known.hidden, ahead)
-    aligned = drafter.heads.base_logits(known.lent, states)
-    assert_close(aligned[valid], expected["aligned_target_logits"][valid])
-    if drafter.config.confidence is not None:
-        confidence = drafter.heads.confidence(blocks.prevs, hidden)
-        assert_close(confidence[valid], expected["confidence_logits"][valid])
-
-
-@pytest.mark.parametrize(("name", "chunk"), CHUNKS)
-def test_loss_and_every_gradient_equal_the_reference(name, chunk):
-    drafter, losses, batch, known, blocks, expected = golden(name)
-    graphdef, params = nnx.split(drafter)
-
-    def objective(params):
-        trained = nnx.merge(graphdef, params)
-        return step.loss(trained, known, blocks, batch.tokens, losses, chunk)[0]
-
-    value, gradient = jax.jit(jax.value_and_grad(objective))(params)
-    assert_close(value, expected["loss"][0])
-    gradients = {
-        "grad." + deepspec.name(".".join(map(str, path))): np.asarray(variable[...])
-        for path, variable in nnx.to_flat_state(gradient)
-    }
-    assert set(gradients) == {key for key in expected if key.startswith("grad.")}
-    for key, actual in gradients.items():
-        assert_close(actual, expected[key], floor=0.0)
-
 
 TOKENS = jnp.asarray([[5, 17, 3, 88, 41, 2, 60, 9, 33, 71, 12, 50]])
 
@@ -153,6 +64,18 @@ def test_a_block_learns_from_features_before_its_anchor_alone(tiny_drafter, know
         assert not felt[anchor:].any()
         alone, _ = gradient(known.features, block, jnp.arange(2)[None] == block)
         chex.assert_trees_all_close(value, alone, rtol=1e-6)
+
+
+def random_drafter(config: DrafterConfig) -> Drafter:
+    """A drafter of random parameters, made by NumPy: nothing to compile."""
+    random = np.random.default_rng(0)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
+
+    def draw(x):
+        noise = random.normal(size=x.shape).astype(np.float32)
+        return jnp.asarray(noise / 8 if len(x.shape) > 1 else 1 + noise / 8)
+
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
 
 
 def log_law_in_training(drafter, known, blocks):
@@ -203,8 +126,8 @@ def log_law_in_decoding(target, drafter, chosen, forced):
 @pytest.mark.parametrize(
     ("head", "predict_from_anchor", "convolution"),
     [
-        (None, True, None),
         (None, False, None),
+        pytest.param(None, True, None, marks=pytest.mark.slow),
         (Markov(rank=4), True, None),
         (Markov(rank=4), False, None),
         (Markov(rank=4, gate="gated"), True, None),
@@ -225,7 +148,7 @@ def test_training_and_decoding_draft_alike(
         confidence=None,
         convolution=convolution,
     )
-    drafter = sharpened(jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(7)))())
+    drafter = random_drafter(config)
     chosen = (0, 3, 7)
     blocks = blocks_behind(chosen, 4)
     training = jax.jit(log_law_in_training)(drafter, known, blocks)
@@ -289,7 +212,8 @@ def random_batch(lengths: tuple[int, ...], width: int) -> tuple[Batch, Knowledge
 def test_mixed_lengths_train_as_their_rows_do_alone(tiny_drafter):
     """C34, T09: dummy blocks weigh nothing, and the denominator is that of the whole batch."""
     batch, known = random_batch((6, 20), 20)
-    graphdef, params = nnx.split(tiny_drafter)
+    config = dataclasses.replace(tiny_drafter.config, num_layers=1)
+    graphdef, params = nnx.split(random_drafter(config))
 
     @functools.partial(jax.jit, static_argnames="chunk")
     def gradient(params, batch, known, chosen, valid, chunk):
@@ -320,9 +244,13 @@ def test_mixed_lengths_train_as_their_rows_do_alone(tiny_drafter):
     chex.assert_trees_all_close(together, pooled, rtol=2e-4, atol=1e-6)
 
 
-def test_a_batch_without_supervision_changes_nothing_but_the_count(tiny_target, tiny_drafter):
+def test_a_batch_without_supervision_changes_nothing_but_the_count(micro_target):
     """T04: loss 0, gradient 0, all finite, the step counted."""
-    graphdef, params = nnx.split(tiny_drafter)
+    recipe = DrafterRecipe(
+        num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
+    )
+    config = initial.drafter_config(recipe, micro_target.config)
+    graphdef, params = nnx.split(random_drafter(config))
     chain = optimizer.build(Optimizer(), 10)
     state = TrainState(
         step=jnp.asarray(3, jnp.int32),
@@ -330,12 +258,12 @@ def test_a_batch_without_supervision_changes_nothing_but_the_count(tiny_target, 
         optimizer=chain.init(params),
         key=jax.random.key(0),
     )
-    batch = Batch(tokens=jnp.repeat(TOKENS, 2, 0), loss_mask=jnp.zeros((2, 12), bool))
+    batch = Batch(tokens=jnp.repeat(TOKENS % 31, 2, 0), loss_mask=jnp.zeros((2, 12), bool))
     run = functools.partial(step.train_step, chain, graphdef, Losses(), 4, 4, 0, split=None)
-    after, metrics = jax.jit(run)(state, tiny_target, batch)
+    after, metrics = jax.jit(run)(state, micro_target, batch)
     assert float(metrics["loss"]) == 0
     assert float(metrics["gradient_norm"]) == 0
     assert int(after.step) == 4
     chex.assert_trees_all_equal(after.params, params)
-    chex.assert_tree_all_finite(jax.tree.map(lambda x: x, after.optimizer))
+    chex.assert_tree_all_finite(after.optimizer)
     assert float(optax.tree.norm(optax.tree.get(after.optimizer, "mu"))) == 0

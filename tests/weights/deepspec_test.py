@@ -3,69 +3,17 @@
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.config import Confidence, Markov
-from dspark_jax.decode.draft import proposer
 from dspark_jax.weights import deepspec
 from dspark_jax.weights.tensors import CheckpointError
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.glob("dspark_qwen3_*"))
 SLOTS, FED = 32, 16  # cache slots; rows a round feeds, those behind the anchor being garbage
-
-
-def assert_close(actual, expected):
-    """The tolerance of the goldens."""
-    tolerance = 1e-4 * max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=tolerance)
-
-
-def greedy(logits, keys):
-    """The argmax; the logits travel as its law."""
-    del keys
-    return jnp.argmax(logits, -1).astype(jnp.int32), logits
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_cached_rounds_equal_the_reference(name):
-    drafter, lent = deepspec.read(GOLDENS / name)
-    expected = load_file(GOLDENS / name / "expected.safetensors")
-    functions, params = proposer(drafter)
-    keys = jax.random.split(jax.random.key(0), (1, functions.block_size))
-    extend = jax.jit(functions.extend)
-
-    @jax.jit
-    def round_of(cache, anchor, start, prevs):
-        """Draft, hidden states, base logits and confidence behind an anchor."""
-        draft = functions.draft(params, lent, anchor, cache, start, start, greedy, keys)
-        blocks = anchor[:, None], start[:, None], cache, start[:, None], jnp.ones((1, 1), bool)
-        hidden = drafter.hidden(lent, *blocks)[:, 0]
-        heads = drafter.heads
-        confidence = None if heads.confidence_head is None else heads.confidence(prevs, hidden)
-        return draft.tokens, draft.probs, hidden, heads.base_logits(lent, hidden), confidence
-
-    cache, done = functions.init_cache(params, 1, SLOTS), 0
-    for number in range(3):
-        prefix = f"round{number}."
-        start = int(expected[prefix + "start"][0])
-        rows = np.full((1, FED, expected["target_hidden_states"].shape[-1]), 1e3, np.float32)
-        rows[:, : start - done] = expected["target_hidden_states"][:1, done:start]
-        where = jnp.arange(done, done + FED)[None]
-        cache = extend(params, jnp.asarray(rows), cache, jnp.asarray([done]), where)
-        given = (expected["input_ids"][:1, start], [start], expected[prefix + "tokens"][:, :-1])
-        tokens, *outputs = round_of(cache, *map(jnp.asarray, given))
-        assert tokens.tolist() == expected[prefix + "tokens"][:, 1:].tolist()
-        names = ("draft_logits", "block_hidden", "base_logits", "confidence_logits")
-        for field, actual in zip(names, outputs, strict=True):
-            assert (actual is None) == (prefix + field not in expected)
-            if actual is not None:
-                assert_close(actual, expected[prefix + field])
-        done = start
 
 
 @pytest.fixture
@@ -94,7 +42,7 @@ def test_rank_zero_has_no_head_and_still_predicts_from_the_anchor(hf):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "architectures = 'Gemma4DSparkModel'"),
+        ({"architectures": ["OtherModel"]}, "architectures = 'OtherModel'"),
         ({"architectures": None}, "architectures = None"),
         ({"markov_rank": -1}, "markov_rank = -1"),
         ({"markov_rank": None}, "no `markov_rank`"),
