@@ -13,7 +13,7 @@ from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
 from dspark_jax.nn.domino import DominoHead
-from dspark_jax.nn.layers import project, softcap
+from dspark_jax.nn.layers import accumulator, project, softcap
 from dspark_jax.nn.markov import MarkovHead, RecurrentHead
 
 
@@ -94,7 +94,8 @@ class Heads(nnx.Module):
             hidden, candidates = x
             state, query = self.head.query(state, prev, hidden, embedding)
             table = self.head.w2[...][candidates]
-            return state, jnp.einsum("br,bcr->bc", query, table, preferred_element_type=jnp.float32)
+            summed = {"preferred_element_type": accumulator(query)}
+            return state, jnp.einsum("br,bcr->bc", query, table, **summed)
 
         return self.head.init_state(rows), step
 

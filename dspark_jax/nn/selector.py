@@ -10,11 +10,14 @@ Candidates are kept in ascending id order, so that ties go to the lowest id in e
 
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.nn.layers import project
+from dspark_jax.config import Markov
+from dspark_jax.nn.layers import accumulator, project
 from dspark_jax.nn.markov import MarkovHead
 
 TopK = Literal["exact", "approx"]
@@ -75,11 +78,17 @@ def pair_scores(
     hidden: Float[Array, "B K D"],
 ) -> Float[Array, "B K C C"]:
     """Bias of every adjacent pair, predecessor first; position 0 has the anchor in every row."""
-    first = jnp.broadcast_to(anchors[:, None, None], candidates[:, :1].shape)
-    prev = jnp.concatenate([first, candidates[:, :-1]], 1)
-    rows = head.rows(prev).astype(jnp.float32)
+    prev = predecessors(anchors, candidates)
+    rows = head.rows(prev)
+    rows = rows.astype(accumulator(rows))
     gates = jnp.broadcast_to(head.gate(prev, hidden[..., None, :]), rows.shape)
-    return _over_batch(rows, gates, head.w2[...][candidates].astype(jnp.float32))
+    return _over_batch(rows, gates, head.w2[...][candidates].astype(rows.dtype))
+
+
+def predecessors(anchors: Int[Array, "B"], candidates: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
+    """What may stand before each position: the anchor alone, then the position before's."""
+    first = jnp.broadcast_to(anchors[:, None, None], candidates[:, :1].shape)
+    return jnp.concatenate([first, candidates[:, :-1]], 1)
 
 
 def widened(
@@ -95,8 +104,7 @@ def widened(
     Returns:
       Ids in ascending order, and False on repetitions.
     """
-    first = jnp.broadcast_to(anchors[:, None, None], candidates[:, :1].shape)
-    prev = jnp.concatenate([first, candidates[:, :-1]], 1)
+    prev = predecessors(anchors, candidates)
     query = head.rows(prev) * head.gate(prev, hidden[..., None, :])
     bias = project(query, head.w2[...][:vocabulary])
     best = top_candidates(bias, count).reshape(*candidates.shape[:2], -1)
@@ -105,3 +113,46 @@ def widened(
         [jnp.ones_like(union[..., :1], bool), union[..., 1:] != union[..., :-1]], -1
     )
     return union, is_new
+
+
+@chex.dataclass(frozen=True)
+class Selector:
+    """DFlash-2's candidate selector, as its checkpoints hold it.
+
+    Attributes:
+      predecessor: codebook A.
+      successor: codebook B.
+      projection: H, without bias.
+    """
+
+    predecessor: Float[Array, "V R"]
+    successor: Float[Array, "V R"]
+    projection: Float[Array, "R D"]
+
+
+def markov_to_selector(head: MarkovHead) -> Selector:
+    """The Selector that scores exactly as a linear-gated head does.
+
+    Raises:
+      ValueError: the gate has no such form. `--candidates` runs any first-order head as it is.
+    """
+    if head.config.gate != "linear":
+        raise ValueError(
+            f"head.gate = {head.config.gate!r} has no exact DFlash-2 form: H h has no bias, so it "
+            "cannot be constant, and no sigmoid; train with gate = 'linear'"
+        )
+    return Selector(
+        predecessor=head.w1[...], successor=head.w2[...], projection=head.gate_proj.weight[...]
+    )
+
+
+def selector_to_markov(selector: Selector) -> MarkovHead:
+    """The linear-gated first-order head that a Selector is, over the whole vocabulary."""
+    vocab_size, rank = selector.predecessor.shape
+    width, dtype = selector.projection.shape[1], selector.predecessor.dtype
+    config = Markov(rank=rank, gate="linear")
+    head = nnx.eval_shape(lambda: MarkovHead(config, width, vocab_size, dtype, rngs=nnx.Rngs(0)))
+    head.w1.set_value(selector.predecessor)
+    head.w2.set_value(selector.successor)
+    head.gate_proj.weight.set_value(selector.projection)
+    return head
