@@ -1,18 +1,24 @@
-"""What one round costs: draft, verify and single steps, measured side by side in one run."""
+"""What a round and what a walk cost, every part measured side by side in one run."""
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from dspark_jax.base import Cache
+from dspark_jax.config import DrafterConfig, Geometry, Markov, Rotary
 from dspark_jax.decode.engine import Engine
 from dspark_jax.decode.generate import Models
+from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.decode.verify import rule
+from dspark_jax.nn.drafter import Heads, Lent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,11 @@ def round_costs(
         "verify": _target_part(speculative, batch, slots, size + 1),
         "draft": _draft_part(speculative, batch, slots),
     }
+    return RoundCosts(**medians(parts, repeats))
+
+
+def medians(parts: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median seconds of some calls, taken in turns so that a slow minute slows all of them."""
     times = {name: [] for name in parts}
     for repeat in range(repeats + 1):  # the first round compiles
         for name, part in parts.items():
@@ -54,7 +65,7 @@ def round_costs(
             part()
             if repeat:
                 times[name].append(time.perf_counter() - begun)
-    return RoundCosts(**{name: statistics.median(taken) for name, taken in times.items()})
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def _target_part(engine: Engine, batch: int, slots: int, length: int) -> Callable[[], None]:
@@ -107,3 +118,72 @@ def _carrying(run: Callable, models: Models, cache: Cache) -> Callable[[], None]
         held[0], _ = jax.block_until_ready(run(models, held[0]))
 
     return part
+
+
+@dataclasses.dataclass(frozen=True)
+class WalkCosts:
+    """Median seconds of one block's walk, from base logits to tokens, top-k included."""
+
+    vocab_size: int  # V
+    block_size: int  # K
+    batch: int  # B
+    seconds: dict[str, float]  # by walk; "full" is the sequential one over the vocabulary
+
+    def ratio(self, name: str) -> float:
+        """How many times faster than the full walk."""
+        return self.seconds["full"] / self.seconds[name]
+
+
+def walk_costs(
+    vocabularies: Sequence[int],
+    block_sizes: Sequence[int],
+    batches: Sequence[int],
+    counts: Sequence[int],
+    rank: int,
+    repeats: int,
+) -> Iterator[WalkCosts]:
+    """Greedy walks of a vanilla Markov head: over the vocabulary, and over candidates."""
+    cuts = {"full": Candidates()} | {
+        f"{kind} k={count}": Candidates(count=count, walk=kind)
+        for count in counts
+        for kind in ("scan", "associative")
+    }
+    for vocab_size in vocabularies:
+        heads, lent = _markov(vocab_size, rank)
+        for size, batch in itertools.product(block_sizes, batches):
+            parts = {name: _walk(heads, lent, size, batch, cut) for name, cut in cuts.items()}
+            yield WalkCosts(vocab_size, size, batch, medians(parts, repeats))
+
+
+def _markov(vocab_size: int, rank: int) -> tuple[Heads, Lent]:
+    """A head of random tables; hidden states and embedding play no part in its walk."""
+    geometry = Geometry(
+        width=8, mlp_width=8, heads=1, kv_heads=1, head_dim=8, rotary=Rotary(theta=1e4)
+    )
+    config = DrafterConfig(
+        geometry=geometry,
+        vocab_size=vocab_size,
+        num_layers=1,
+        block_size=1,
+        target_layer_ids=(0,),
+        mask_token=0,
+        predict_from_anchor=True,
+        head=Markov(rank=rank),
+    )
+    tables = jnp.zeros((vocab_size, geometry.width))
+    return Heads(config, jnp.float32, rngs=nnx.Rngs(0)), Lent(embedding=tables, head=tables)
+
+
+def _walk(heads: Heads, lent: Lent, size: int, batch: int, cut: Candidates) -> Callable[[], None]:
+    draws = np.random.default_rng(0)
+    vocab_size = lent.head.shape[0]
+    base = jnp.asarray(draws.normal(size=(batch, size, vocab_size)).astype(np.float32))
+    anchors = jnp.asarray(draws.integers(vocab_size, size=batch), jnp.int32)
+    hidden = jnp.zeros((batch, size, lent.head.shape[1]))
+    keys = jnp.broadcast_to(jax.random.key(0), (batch, size))
+
+    @jax.jit
+    def run(heads, lent, base):
+        return propose(heads, lent, anchors, hidden, base, rule(None).choose, keys, cut).tokens
+
+    return lambda: jax.block_until_ready(run(heads, lent, base))

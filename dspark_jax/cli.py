@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, report
+from dspark_jax import bench, check, goldens, report
 from dspark_jax.config import Options, TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
@@ -64,6 +64,35 @@ class Evaluate:
     options: Flat[Options] = Options()
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckEquivalence:
+    """Check the equivalences between heads and walks on a drafter; exit 1 if one fails."""
+
+    target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
+    drafter: str = "bundled"  # bundled, or a folder
+    rows: int = 8  # blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckGoldens:
+    """Compare folders of reference outputs with ours; exit 1 beyond the tolerance."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]  # checkpoints with expected.safetensors
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchWalk:
+    """Time the sequential full-vocabulary walk against candidate walks, in one run."""
+
+    vocabularies: tuple[int, ...] = (49152, 151936)  # V
+    block_sizes: tuple[int, ...] = (7, 15)  # K
+    batch_sizes: tuple[int, ...] = (1, 8, 64)  # B
+    candidates: tuple[int, ...] = (16, 64)  # k
+    rank: int = 256  # of the Markov tables
+    repeats: int = 7  # timed calls of each, interleaved
+    json: bool = False  # one JSON object a row
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -78,6 +107,12 @@ def main(argv: list[str] | None = None) -> None:
                 run_evaluate(_parse(Evaluate, argv))
             case ["train"]:
                 run_train(argv[1:])
+            case ["check"] if argv[1:2] == ["equivalence"]:
+                run_check_equivalence(_parse(CheckEquivalence, argv, 2))
+            case ["check"] if argv[1:2] == ["goldens"]:
+                run_check_goldens(_parse(CheckGoldens, argv, 2))
+            case ["bench"] if argv[1:2] == ["walk"]:
+                run_bench_walk(_parse(BenchWalk, argv, 2))
             case _:
                 _usage(argv)
     except BrokenPipeError:
@@ -93,20 +128,24 @@ def main(argv: list[str] | None = None) -> None:
 def _usage(argv: list[str]) -> None:
     is_asked = bool(argv) and argv[0] in ("-h", "--help")
     if argv and not is_asked:
-        report.err.print(f"error: unknown verb {argv[0]!r}", markup=False)
+        report.err.print(f"error: unknown verb {' '.join(argv[:2])!r}", markup=False)
     report.out.print(
-        "usage: dspark {generate,evaluate,train} ...\n\n"
-        "  generate   decode prompts losslessly with a target and a drafter\n"
-        "  evaluate   accepted length and acceptance by position over prompt files\n"
-        "  train      train a drafter: dspark train CONFIG.py [--overrides]\n\n"
+        "usage: dspark {generate,evaluate,train,check,bench} ...\n\n"
+        "  generate           decode prompts losslessly with a target and a drafter\n"
+        "  evaluate           accepted length and acceptance by position over prompt files\n"
+        "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
+        "  check equivalence  the equivalences between heads and walks, on a drafter\n"
+        "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
+        "  bench walk         candidate walks against the full-vocabulary walk\n\n"
         "dspark VERB --help lists the options of a verb.",
         markup=False,
     )
     raise SystemExit(0 if is_asked else 2)
 
 
-def _parse(kind: type, argv: list[str]):
-    return tyro.cli(kind, args=argv[1:], prog=f"dspark {argv[0]}")
+def _parse(kind: type, argv: list[str], words: int = 1):
+    """Options behind the words of a verb."""
+    return tyro.cli(kind, args=argv[words:], prog=" ".join(["dspark", *argv[:words]]))
 
 
 def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, Engine | None]:
@@ -255,3 +294,42 @@ def read_config(path: Path) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{path} must define `config`, a dspark_jax.config.TrainConfig")
     return config
+
+
+def run_check_equivalence(args: CheckEquivalence) -> None:
+    """`dspark check equivalence`."""
+    if args.drafter == "none" or args.rows < 1:
+        raise ValueError(
+            f"drafter = {args.drafter!r}, rows = {args.rows}: name a drafter, at least one row"
+        )
+    target = load_target(args.target).model
+    case = check.make_case(target, load_drafter(args.drafter, target), args.rows)
+    findings = list(check.check(case))
+    report.print_findings(findings)
+    if not all(f.passed for f in findings):
+        raise SystemExit(1)
+
+
+def run_check_goldens(args: CheckGoldens) -> None:
+    """`dspark check goldens`."""
+    if not args.folders:
+        raise ValueError("folders: give at least one")
+    everything = []
+    for folder in args.folders:
+        differences = goldens.compare(folder)
+        report.print_differences(str(folder), differences)
+        everything += differences
+    if not all(d.passed for d in everything):
+        raise SystemExit(1)
+
+
+def run_bench_walk(args: BenchWalk) -> None:
+    """`dspark bench walk`."""
+    for field in ("vocabularies", "block_sizes", "batch_sizes", "candidates"):
+        values = getattr(args, field)
+        if not values or min(values) < 1:
+            raise ValueError(f"{field} = {values}: give whole numbers of at least 1")
+    shapes = (args.vocabularies, args.block_sizes, args.batch_sizes, args.candidates)
+    with report.err.status("timing walks ..."):
+        rows = list(bench.walk_costs(*shapes, args.rank, args.repeats))
+    report.print_walks(rows, args.json)

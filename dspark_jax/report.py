@@ -1,15 +1,18 @@
 """What the command line prints: answers, comparisons, tables."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.bench import RoundCosts
+from dspark_jax.bench import RoundCosts, WalkCosts
+from dspark_jax.check import Finding
 from dspark_jax.decode.answer import Answer
 from dspark_jax.decode.engine import Generation
 from dspark_jax.evaluate import Summary
+from dspark_jax.goldens import Difference
 
 out, err = Console(soft_wrap=True), Console(stderr=True)
 
@@ -95,3 +98,45 @@ def print_summaries(rows: Sequence[tuple[str, Summary]], is_json: bool) -> None:
 
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3f}"
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """What was stated, how far it is from true, and whether that is near enough."""
+    table = Table(title="difference = largest, over the largest value; 0 = bit for bit")
+    table.add_column("statement")
+    for column in ("difference", "limit", ""):
+        table.add_column(column, justify="right")
+    for f in findings:
+        found = "-" if f.difference is None else f"{f.difference:.1e}"
+        mark = "n/a" if f.difference is None else "pass" if f.passed else "FAIL"
+        table.add_row(f.says, found, f"{f.limit:.0e}", mark)
+    out.print(table)
+
+
+def print_differences(folder: str, differences: Sequence[Difference]) -> None:
+    """Largest error of each tensor of a folder of reference outputs."""
+    table = Table(title=folder)
+    table.add_column("tensor")
+    for column in ("largest error", "limit", ""):
+        table.add_column(column, justify="right")
+    for d in differences:
+        mark = "pass" if d.passed else "FAIL"
+        table.add_row(d.name, f"{d.error:.1e}", f"{d.limit:.1e}", mark)
+    out.print(table)
+
+
+def print_walks(rows: Sequence[WalkCosts], is_json: bool) -> None:
+    """Milliseconds of the full walk, and how many times faster each candidate walk is."""
+    if is_json:
+        for row in rows:
+            print(json.dumps(dataclasses.asdict(row)))
+        return
+    names = [name for name in rows[0].seconds if name != "full"]
+    table = Table(title="one block, base logits to tokens; times faster than the full walk")
+    for column in ("V", "K", "B", "full, ms", *names):
+        table.add_column(column, justify="right")
+    for row in rows:
+        shape = (str(row.vocab_size), str(row.block_size), str(row.batch))
+        ratios = (f"{row.ratio(name):.1f}x" for name in names)
+        table.add_row(*shape, f"{1e3 * row.seconds['full']:.2f}", *ratios)
+    out.print(table)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 import tokenizers
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models
 
 from dspark_jax import cli
@@ -216,3 +217,57 @@ def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", str(config)])
     assert "drafter.mask_token" in capsys.readouterr().err
+
+
+def test_check_equivalence_prints_a_table_and_passes(run):
+    out = run("check", "equivalence", "--rows", "2")
+    assert "vanilla Markov on the candidates" in out
+    assert "FAIL" not in out and out.count("pass") == 8
+
+
+def test_check_goldens_exits_1_beyond_the_tolerance(tmp_path, capsys):
+    folder = shutil.copytree(GOLDEN, tmp_path / "golden")
+    cli.main(["check", "goldens", str(folder)])
+    assert "logits" in capsys.readouterr().out
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["check", "goldens", str(folder)])
+    assert stopped.value.code == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_check_goldens_refuses_what_it_does_not_know(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["check", "goldens", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "neither a known drafter nor a known target" in capsys.readouterr().err
+
+
+def test_bench_walk_times_every_walk_of_every_shape(capsys):
+    shape = ["--vocabularies", "300", "--block-sizes", "2", "3", "--batch-sizes", "1"]
+    cli.main(["bench", "walk", *shape, "--candidates", "4", "--rank", "3", "--json"])
+    rows = records(capsys.readouterr().out)
+    assert [(row["vocab_size"], row["block_size"]) for row in rows] == [(300, 2), (300, 3)]
+    assert set(rows[0]["seconds"]) == {"full", "scan k=4", "associative k=4"}
+    assert all(seconds > 0 for row in rows for seconds in row["seconds"].values())
+    cli.main(["bench", "walk", *shape, "--candidates", "4", "--rank", "3"])
+    assert "associative" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["check"], "unknown verb 'check'"),
+        (["bench", "other"], "unknown verb 'bench other'"),
+        (["bench", "walk", "--candidates", "0"], "candidates = (0,)"),
+        (["check", "equivalence", "--drafter", "none"], "name a drafter"),
+    ],
+)
+def test_checks_and_benches_refuse_by_name(argv, complaint, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -12,6 +12,7 @@ from dspark_jax.base import Draft
 from dspark_jax.decode import generate
 from dspark_jax.decode.engine import Engine
 from dspark_jax.decode.generate import Models, Progress, Requests
+from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.sampling import Sampling
 
 SLOTS = 64  # the tiny target's context
@@ -222,13 +223,38 @@ class TableDrafter:
         return Draft(tokens=jnp.stack(chosen, 1), probs=probs)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadDrafter:
+    """A real head's walk over hidden states [S K D] that its parameters hold for each slot."""
+
+    graphdef: nnx.GraphDef
+    block_size: int
+    candidates: Candidates
+
+    def init_cache(self, params, batch, slots):
+        """Nothing to remember."""
+        return ()
+
+    def extend(self, params, features, cache, slots, positions):
+        """Nothing to remember."""
+        return cache
+
+    def draft(self, params, lent, anchors, cache, slots, positions, choose, keys):
+        """The product's own walk."""
+        heads, own, hidden = nnx.merge(self.graphdef, params[0]), params[1], params[2][slots]
+        base = heads.base_logits(own, hidden)
+        return propose(heads, own, anchors, hidden, base, choose, keys, self.candidates)
+
+
 def table_engine(proposer, target_table, proposer_params) -> Engine:
     """An engine over a table target with eight slots."""
     vocabulary = target_table.shape[1]
     return Engine(
         target=TableTarget(vocabulary),
         proposer=proposer,
-        models=Models(target=jnp.asarray(target_table), proposer=jnp.asarray(proposer_params)),
+        models=Models(
+            target=jnp.asarray(target_table), proposer=jax.tree.map(jnp.asarray, proposer_params)
+        ),
         vocab_size=vocabulary,
         max_length=8,
         chunk=8,

@@ -1,5 +1,6 @@
 """The law of whole outputs: speculative decoding draws from the target's own, exactly."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -7,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from dspark_jax.config import Domino, Markov, Recurrent
 from dspark_jax.decode.draft import NoProposer
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.decode.verify import residual
+from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.sampling import Sampling, law
 
+from ..conftest import DRAFTER
 from ..laws import assert_follows
 from . import doubles
 
@@ -148,6 +154,56 @@ def test_the_law_holds_for_any_source_of_drafts(drafter):
         proposer, params = doubles.TableDrafter(VOCABULARY, 2), DRAFTERS[drafter]
     cells = sampled_outputs(proposer, params, how_of(MANY, 1.0))
     assert_follows(cells, plain_law(laws_of(TARGET, 1.0)))
+
+
+HEADS = {
+    "none": None,
+    "vanilla": Markov(rank=2),
+    "gated": Markov(rank=2, gate="gated"),
+    "linear": Markov(rank=2, gate="linear"),
+    "rnn": Recurrent(rank=2),
+    "domino": Domino(rank=2, gru_width=3),
+}
+CUTS = {
+    "vocabulary": Candidates(),
+    "two candidates": Candidates(count=2),
+    "one candidate": Candidates(count=1),
+    "associative": Candidates(count=2, walk="associative"),
+    "widened": Candidates(count=1, widen=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "cut"),
+    [
+        (head, cut)
+        for head, kind in HEADS.items()
+        for cut in CUTS
+        if isinstance(kind, Markov) or cut in ("vocabulary", "two candidates")
+    ],
+)
+def test_the_law_holds_for_every_head_with_and_without_candidates(head, cut):
+    """C01-C05: q is what the token was drawn from, and the residual covers the vocabulary."""
+    proposer, params = head_drafter(HEADS[head], CUTS[cut], size=3)
+    cells = sampled_outputs(proposer, params, how_of(MANY, 1.0))
+    assert_follows(cells, plain_law(laws_of(TARGET, 1.0)))
+
+
+def head_drafter(head, cut: Candidates, size: int, width: int = 4):
+    """A proposer with a random head over random hidden states, and its parameters."""
+    draws = np.random.default_rng(3)
+    geometry = dataclasses.replace(DRAFTER.geometry, width=width)
+    change = {"geometry": geometry, "vocab_size": VOCABULARY, "head": head, "confidence": None}
+    config = dataclasses.replace(DRAFTER, **change)
+    shapes = nnx.eval_shape(lambda: Heads(config, jnp.float32, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(shapes)
+
+    def some(*shape):
+        return jnp.asarray(draws.normal(size=shape), jnp.float32)
+
+    lent = Lent(embedding=some(VOCABULARY, width), head=some(VOCABULARY, width))
+    params = jax.tree.map(lambda x: some(*x.shape), state), lent, some(8, size, width)
+    return doubles.HeadDrafter(graphdef, size, cut), params
 
 
 @pytest.mark.slow
