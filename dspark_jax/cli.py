@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, check, goldens, report
-from dspark_jax.config import Options, TrainConfig
+from dspark_jax import bench, check, goldens, replay, report
+from dspark_jax.config import Markov, Options, TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
@@ -93,6 +93,20 @@ class BenchWalk:
     json: bool = False  # one JSON object a row
 
 
+@dataclasses.dataclass(frozen=True)
+class BenchCandidates:
+    """Accepted length of greedy decoding at several numbers of candidates, paired by answer."""
+
+    prompts: tyro.conf.Positional[tuple[str, ...]]  # FILE.jsonl or FILE.jsonl:N for the first N
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 0)  # candidates; 0 = the vocabulary
+    widen: tuple[int, ...] = (1, 4)  # with 16 candidates, each predecessor's best successors too
+    target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
+    drafter: str = "bundled"  # bundled, or a folder
+    batch_size: int = 8  # prompts answered together
+    max_new_tokens: int = 128  # new tokens an answer, at most
+    json: bool = False  # one JSON object a row
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -111,6 +125,8 @@ def main(argv: list[str] | None = None) -> None:
                 run_check_equivalence(_parse(CheckEquivalence, argv, 2))
             case ["check"] if argv[1:2] == ["goldens"]:
                 run_check_goldens(_parse(CheckGoldens, argv, 2))
+            case ["bench"] if argv[1:2] == ["candidates"]:
+                run_bench_candidates(_parse(BenchCandidates, argv, 2))
             case ["bench"] if argv[1:2] == ["walk"]:
                 run_bench_walk(_parse(BenchWalk, argv, 2))
             case _:
@@ -136,7 +152,8 @@ def _usage(argv: list[str]) -> None:
         "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
         "  check equivalence  the equivalences between heads and walks, on a drafter\n"
         "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
-        "  bench walk         candidate walks against the full-vocabulary walk\n\n"
+        "  bench walk         candidate walks against the full-vocabulary walk\n"
+        "  bench candidates   accepted length at several numbers of candidates\n\n"
         "dspark VERB --help lists the options of a verb.",
         markup=False,
     )
@@ -333,3 +350,31 @@ def run_bench_walk(args: BenchWalk) -> None:
     with report.err.status("timing walks ..."):
         rows = list(bench.walk_costs(*shapes, args.rank, args.repeats))
     report.print_walks(rows, args.json)
+
+
+def run_bench_candidates(args: BenchCandidates) -> None:
+    """`dspark bench candidates`."""
+    prompts = [
+        dataclasses.replace(p, turns=p.turns[:1]) for spec in args.prompts for p in _numbered(spec)
+    ]
+    if args.drafter == "none":
+        raise ValueError("drafter = 'none' drafts nothing: name a drafter")
+    target = load_target(args.target)
+    drafter = load_drafter(args.drafter, target.model)
+    one = engine(target.model, drafter, target.tokenizer.stop_tokens)
+    options = Options(max_new_tokens=args.max_new_tokens)
+    cuts = [Candidates(count=count) for count in args.counts]
+    if isinstance(drafter.config.head, Markov):
+        cuts += [Candidates(count=16, widen=count) for count in args.widen]
+    asked = answer.first_requests(target.tokenizer, prompts, options)
+    total = None
+    for item in answer.answers(one, target.tokenizer, prompts, options, args.batch_size):
+        if not item.generation.rounds:
+            continue
+        prompt = asked[item.index].tokens
+        tokens = (*prompt, *item.generation.tokens)
+        found = replay.replay(target.model, drafter, tokens, len(prompt), cuts)
+        total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
+    if total is None:
+        raise ValueError("no answer took a round: nothing to compare")
+    report.print_candidates(list(zip(cuts, total, strict=True)), args.json)

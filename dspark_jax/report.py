@@ -11,8 +11,10 @@ from dspark_jax.bench import RoundCosts, WalkCosts
 from dspark_jax.check import Finding
 from dspark_jax.decode.answer import Answer
 from dspark_jax.decode.engine import Generation
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import Summary
 from dspark_jax.goldens import Difference
+from dspark_jax.replay import Replay
 
 out, err = Console(soft_wrap=True), Console(stderr=True)
 
@@ -139,4 +141,25 @@ def print_walks(rows: Sequence[WalkCosts], is_json: bool) -> None:
         shape = (str(row.vocab_size), str(row.block_size), str(row.batch))
         ratios = (f"{row.ratio(name):.1f}x" for name in names)
         table.add_row(*shape, f"{1e3 * row.seconds['full']:.2f}", *ratios)
+    out.print(table)
+
+
+def print_candidates(rows: Sequence[tuple[Candidates, Replay]], is_json: bool) -> None:
+    """Accepted length and recall by number of candidates, beside the first full walk's."""
+    if is_json:
+        for cut, r in rows:
+            counts = {"candidates": cut.count, "widen": cut.widen, "rounds": r.rounds}
+            ratios = {"accepted_length": r.accepted_length, "recall": r.recall}
+            print(json.dumps({**counts, **ratios}))
+        return
+    full = next((r.accepted_length for cut, r in rows if not cut.count), None)
+    table = Table(title="greedy, paired: one answer, drafts of every cut behind each of its tokens")
+    for column in ("candidates", "accepted length", "to the full walk"):
+        table.add_column(column, justify="right")
+    table.add_column("the target's token is a candidate, by position")
+    for cut, r in rows:
+        name = "full" if not cut.count else f"{cut.count} + {cut.widen}" if cut.widen else None
+        ratio = "-" if full is None else f"{r.accepted_length / full - 1:+.1%}"
+        recall = " ".join(f"{x:.3f}" for x in r.recall)
+        table.add_row(name or str(cut.count), f"{r.accepted_length:.3f}", ratio, recall)
     out.print(table)

@@ -221,7 +221,7 @@ def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp
 
 def test_check_equivalence_prints_a_table_and_passes(run):
     out = run("check", "equivalence", "--rows", "2")
-    assert "vanilla Markov on the candidates" in out
+    assert "Selector with unit gate" in out
     assert "FAIL" not in out and out.count("pass") == 8
 
 
@@ -271,3 +271,13 @@ def test_checks_and_benches_refuse_by_name(argv, complaint, capsys):
         cli.main(argv)
     assert stopped.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_bench_candidates_pairs_every_cut(run, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["hello"]}\n{"turns": ["abc", "never asked"]}\n')
+    options = ["--counts", "2", "0", "--widen", "3", "--max-new-tokens", "12"]
+    rows = records(run("bench", "candidates", str(prompts), *options, "--json"))
+    assert [(row["candidates"], row["widen"]) for row in rows] == [(2, 0), (0, 0), (16, 3)]
+    assert rows[1]["recall"] == [1.0] * 3
+    assert "to the full walk" in run("bench", "candidates", str(prompts), *options)
