@@ -36,6 +36,7 @@ class Models:
     mesh: str | None = None  # devices to split over, as in data=2,tensor=4
     candidates: int = 0  # walk over the k best tokens of each position, 0 = the vocabulary
     widen: int = 0  # candidates also hold each predecessor's best successors, this many
+    block_size: int = 0  # drafted tokens a round, at most the drafter's; 0 = the drafter's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,9 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     drafter = load_drafter(models.drafter, target.model, dtype)
     stops = target.tokenizer.stop_tokens
     cut = Candidates(count=models.candidates, widen=models.widen)
-    speculative = engine(target.model, drafter, stops, mesh=mesh, candidates=cut)
+    speculative = engine(
+        target.model, drafter, stops, mesh=mesh, candidates=cut, block_size=models.block_size
+    )
     plain = engine(target.model, None, stops, mesh=mesh) if with_plain else None
     return target, speculative, plain
 

@@ -19,6 +19,7 @@ class Rotary:
     beta_slow: float = 1.0  # yarn: rotations below which to stretch fully
     attention_factor: float = 1.0  # multiplies cosine and sine (yarn)
     partial: float = 1.0  # fraction of the head's dimensions that rotate
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + half)
 
     # Scalings stretch the frequencies; "proportional" (Gemma4) keeps those of the whole head and
     # stops the slowest 1 - partial of them.

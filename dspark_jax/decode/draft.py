@@ -37,7 +37,7 @@ class DrafterProposer:
     """A drafter; its parameters are arguments, its structure is static."""
 
     graphdef: nnx.GraphDef
-    block_size: int
+    block_size: int  # drafted tokens a round, at most those of the drafter
     candidates: Candidates = Candidates()
 
     def init_cache(self, params: Params, batch: int, slots: int) -> tuple[Context, ...]:
@@ -80,7 +80,7 @@ class DrafterProposer:
         choose: Choose,
         keys: Key[Array, "B K"],
     ) -> Draft:
-        """One pass of the backbone, then the walk."""
+        """One pass of the backbone over its whole block, then the walk."""
         drafter = self._merge(params)
         hidden = drafter.hidden(
             lent,
@@ -89,7 +89,7 @@ class DrafterProposer:
             cache,
             slots[:, None],
             jnp.ones((anchors.shape[0], 1), bool),
-        )[:, 0]
+        )[:, 0, : self.block_size]
         base = drafter.heads.base_logits(lent, hidden)
         return propose(drafter.heads, lent, anchors, hidden, base, choose, keys, self.candidates)
 
@@ -98,11 +98,26 @@ class DrafterProposer:
 
 
 def proposer(
-    drafter: Drafter | None, candidates: Candidates = Candidates()
+    drafter: Drafter | None, candidates: Candidates = Candidates(), block_size: int = 0
 ) -> tuple[DrafterProposer | NoProposer, Params]:
-    """The functions and parameters of a drafter; None = plain decoding."""
+    """The functions and parameters of a drafter; None = plain decoding.
+
+    Args:
+      drafter: what drafts.
+      candidates: how a block's vocabulary is cut.
+      block_size: drafted tokens a round; 0 = the drafter's own.
+
+    Raises:
+      ValueError: more tokens than the drafter's block: it has never seen such a block.
+    """
     if drafter is None:
         return NoProposer(), ()
     graphdef, params = nnx.split(drafter)
-    size = drafter.config.block_size
+    trained = drafter.config.block_size
+    if not 0 <= block_size <= trained:
+        raise ValueError(
+            f"block_size = {block_size}: this drafter drafts 1..{trained} tokens a round "
+            "(0 = all of them)"
+        )
+    size = block_size or trained
     return DrafterProposer(graphdef=graphdef, block_size=size, candidates=candidates), params

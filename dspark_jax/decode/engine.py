@@ -234,6 +234,7 @@ def engine(
     stop_tokens: Sequence[int] = (),
     mesh: Mesh | None = None,
     candidates: Candidates = Candidates(),
+    block_size: int = 0,
     **options: int,
 ) -> Engine:
     """An engine for a target and a drafter; None = plain decoding.
@@ -244,6 +245,7 @@ def engine(
       stop_tokens: ids that end an answer.
       mesh: devices to split parameters and batches over.
       candidates: how a block's vocabulary is cut before the walk.
+      block_size: drafted tokens a round, at most the drafter's; 0 = the drafter's.
       **options: `chunk` and `smallest_bucket` of the engine.
 
     Raises:
@@ -251,7 +253,7 @@ def engine(
     """
     if drafter is not None:
         check_pair(target, drafter)
-    functions, params = proposer(drafter, candidates)
+    functions, params = proposer(drafter, candidates, block_size)
     graphdef, target_params = nnx.split(target)
     taps = () if drafter is None else drafter.config.target_layer_ids
     models = Models(target=target_params, proposer=params)

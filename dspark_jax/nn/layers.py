@@ -156,15 +156,24 @@ def _yarn_frequencies(
 def rotate(
     x: Float[Array, "*rows heads head_dim"], positions: Int[Array, "*rows"], rotary: Rotary
 ) -> Float[Array, "*rows heads head_dim"]:
-    """Rotates pairs (i, i + half) of each head by position * frequency (rotate-half layout)."""
+    """Rotates pairs of each head by position * frequency.
+
+    Pairs are (i, i + half), or neighbours where the embedding is interleaved.
+    """
     pairs = frequencies(rotary, x.shape[-1])
     angles = (positions[..., None].astype(jnp.float32) * pairs)[..., None, :]
     cos = (jnp.cos(angles) * rotary.attention_factor).astype(x.dtype)
     sin = (jnp.sin(angles) * rotary.attention_factor).astype(x.dtype)
     half = pairs.shape[0]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, -1)
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if rotary.interleaved:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if rotary.interleaved:
+        turned = [jnp.stack(turned, -1).reshape(turning.shape)]
+    return jnp.concatenate([*turned, rest], -1)
 
 
 def masked_softmax(

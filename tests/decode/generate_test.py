@@ -112,6 +112,26 @@ def test_every_layout_and_head_is_lossless(greedy, drafted, predict_from_anchor,
     assert_untouched(engine.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
 
 
+def test_windows_and_causal_blocks_of_a_drafter_are_lossless(greedy, drafted):
+    """C20: contexts far past the window, blocks refused at their first token."""
+    engine = drafted(windows=(8, 4), causal=(True, False), head=Markov(rank=4), block_size=4)
+    generations = engine.generate(ask(RAGGED))
+    assert_untouched(generations, [greedy(prompt, NEW) for prompt in RAGGED])
+    assert sum(g.survived[0] for g in generations) < sum(g.rounds for g in generations) / 2
+
+
+def test_fewer_drafts_than_the_block_holds(greedy, drafted, shallow_target, build_drafter):
+    """C26: two of four stand as often as the first two of four; more than four are refused."""
+    drafter, prompts = build_drafter(block_size=4), [PROMPTS[12]]
+    fewer = engine(shallow_target, drafter, block_size=2, **SHAPES).generate(ask(prompts, 2))
+    whole = drafted(block_size=4).generate(ask(prompts, 2))  # one round each, the same draft
+    assert fewer[0].survived == whole[0].survived[:2]
+    fewer = engine(shallow_target, drafter, block_size=2, **SHAPES).generate(ask(RAGGED))
+    assert_untouched(fewer, [greedy(prompt, NEW) for prompt in RAGGED])
+    with pytest.raises(ValueError, match=r"block_size = 6: this drafter drafts 1..4 tokens"):
+        engine(shallow_target, drafter, block_size=6, **SHAPES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", ["scan", "associative"])
 def test_a_vocabulary_cut_to_candidates_is_lossless(greedy, drafted, walk):

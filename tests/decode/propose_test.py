@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.config import Domino, Markov, Recurrent
 from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.decode.verify import rule
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.sampling import Sampling
+from dspark_jax.sharding import make_mesh
 
 BATCH, SIZE, WIDTH, VOCABULARY = 3, 4, 32, 97
 HEADS = {
@@ -111,3 +113,29 @@ def test_the_law_is_zero_outside_the_candidates_and_sums_to_one(heads, lent, blo
 def test_candidates_that_make_no_sense_are_refused(fields):
     with pytest.raises(ValueError, match="candidates"):
         Candidates(**fields)
+
+
+@pytest.mark.parametrize("count", [0, 8])
+def test_a_vocabulary_split_over_devices_drafts_the_same(heads, key, count):
+    """P08: local maxima combine to the global one, ties go to the lowest id, padding is out."""
+    mesh = make_mesh("data=2,tensor=4")
+    vocabulary = 96  # divisible: the lm head is really split
+    hidden = jax.random.normal(key, (4, SIZE, WIDTH))
+    table = jnp.round(2 * jax.random.normal(key, (vocabulary, WIDTH)))
+    table = table.at[60].set(table[11]).at[95].set(table[11])  # tied, on three devices
+    hidden = hidden.at[:, 0].set(5 * table[11] / jnp.linalg.norm(table[11]))
+    lent = Lent(embedding=table, head=table)
+    anchors, keys = jnp.asarray([1, 2, 3, 4], jnp.int32), jax.random.split(key, (4, SIZE))
+
+    @jax.jit
+    def run(lent, hidden):
+        base = heads.base_logits(lent, hidden)
+        choose, cut = rule(None).choose, Candidates(count=count)
+        return propose(heads, lent, anchors, hidden, base, choose, keys, cut).tokens
+
+    split = jax.device_put(lent, NamedSharding(mesh, PartitionSpec("tensor")))
+    assert len(split.head.addressable_shards[0].data) == vocabulary // 4
+    rows = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("data")))
+    np.testing.assert_array_equal(run(split, rows), run(lent, hidden))
+    if heads.head is None:
+        assert run(split, rows)[:, 0].tolist() == [11] * 4

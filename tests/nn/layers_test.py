@@ -95,18 +95,32 @@ def test_linear_scaling_divides_every_frequency():
     chex.assert_trees_all_close(plain, jnp.asarray([1, 0.1, 0.01, 0.001]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("partial", [1.0, 0.5, 0.25])
 @pytest.mark.parametrize("factor", [1.0, 1.25])
-def test_rotation_is_a_product_of_complex_numbers(key, partial, factor):
+def test_rotation_is_a_product_of_complex_numbers(key, partial, factor, interleaved):
+    """C40: both pairings."""
     head_dim, positions = 16, jnp.asarray([[0, 1, 5], [7, 40, 41]])
-    rotary = Rotary(theta=1e4, partial=partial, attention_factor=factor)
-    x = jax.random.normal(key, (2, 3, 4, head_dim))
+    rotary = Rotary(theta=1e4, partial=partial, attention_factor=factor, interleaved=interleaved)
+    x = np.asarray(jax.random.normal(key, (2, 3, 4, head_dim)))
     half = int(head_dim * partial) // 2
-    numbers = np.asarray(x[..., :half]) + 1j * np.asarray(x[..., half : 2 * half])
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
     angles = np.asarray(positions)[..., None, None] * 1e4 ** (-np.arange(half) / half)
-    turned = factor * numbers * np.exp(1j * angles)
-    expected = np.concatenate([turned.real, turned.imag, np.asarray(x[..., 2 * half :])], -1)
-    chex.assert_trees_all_close(layers.rotate(x, positions, rotary), expected, atol=1e-4)
+    turned = factor * (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    expected = x.copy()
+    expected[..., first], expected[..., second] = turned.real, turned.imag
+    chex.assert_trees_all_close(
+        layers.rotate(jnp.asarray(x), positions, rotary), expected, atol=1e-4
+    )
+
+
+def test_proportional_frequencies_span_the_head_and_stop():
+    rotary = Rotary(theta=1e6, scaling="proportional", partial=0.25)
+    found = layers.frequencies(rotary, 512)
+    np.testing.assert_allclose(found[:4], [1, 0.947464, 0.897687, 0.850526], rtol=1e-5)
+    np.testing.assert_allclose(found[63], 0.0334, rtol=2e-3)
+    assert found.shape == (256,) and not found[64:].any()
 
 
 def test_scores_depend_on_the_distance_alone(key):
