@@ -198,7 +198,7 @@ class DrafterRecipe:
     predict_from_anchor: bool = True  # DSpark layout; False = z-lab DFlash
     head: Head | None = Markov()  # correction head
     confidence: Confidence | None = Confidence()  # confidence head
-    start: Literal["random", "target_last"] = "random"  # initial backbone layers
+    start: str = "random"  # random, target_last (its last layers copied), or a drafter's folder
     scale_features: bool = False  # measure each tap and bring it to unit mean square
 
     def __post_init__(self):

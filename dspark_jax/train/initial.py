@@ -1,6 +1,7 @@
 """A new drafter: its config from a recipe and a target, its first parameters."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from dspark_jax.config import DrafterConfig, DrafterRecipe, TargetConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
+from dspark_jax.weights import native
 
 
 def drafter_config(
@@ -67,6 +69,26 @@ def measure_scales(
     taps = features[:, 1:].reshape(*features[:, 1:].shape[:2], len(target_layer_ids), -1)
     rms = jnp.sqrt(jnp.mean(jnp.square(taps), (0, 1, 3)))
     return tuple(round(1 / float(x), 6) for x in rms)
+
+
+def continued(config: DrafterConfig, folder: Path) -> Drafter:
+    """The parameters of an earlier drafter in a new config; the block size may differ.
+
+    Raises:
+      ValueError: a parameter is absent on one side, or its shape differs.
+    """
+    wanted, before = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))), native.load(folder)
+    ours, theirs = (
+        {".".join(map(str, path)): v.shape for path, v in nnx.to_flat_state(nnx.state(m))}
+        for m in (wanted, before)
+    )
+    changed = sorted(p for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p))
+    if changed:
+        raise ValueError(
+            f"drafter.start = {str(folder)!r} does not fit: {changed[0]} is "
+            f"{theirs.get(changed[0])} there, {ours.get(changed[0])} here"
+        )
+    return nnx.merge(nnx.graphdef(wanted), nnx.state(before))
 
 
 def drafter(config: DrafterConfig, key: Key[Array, ""], target: Target, start: str) -> Drafter:

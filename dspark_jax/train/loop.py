@@ -123,9 +123,15 @@ def start(
     """Initial state; only the drafter's parameters are in the optimizer."""
     chain = optimizer.build(config.optimizer, config.steps)
 
-    def build(key, target):
+    begin = config.drafter.start
+    before = None
+    if begin not in ("random", "target_last"):
+        before = initial.continued(drafter_config, Path(begin))
+
+    def build(key, target, drafter):
         key_params, key_anchors = jax.random.split(key)
-        drafter = initial.drafter(drafter_config, key_params, target, config.drafter.start)
+        if drafter is None:
+            drafter = initial.drafter(drafter_config, key_params, target, begin)
         params = nnx.state(drafter)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -135,7 +141,7 @@ def start(
         )
 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(drafter_config, rngs=nnx.Rngs(0))))
-    return graphdef, jax.jit(build)(jax.random.key(config.seed), target), chain
+    return graphdef, jax.jit(build)(jax.random.key(config.seed), target, before), chain
 
 
 def _steps(

@@ -63,6 +63,8 @@ def resolve(
     scales = ()
     if config.drafter.scale_features and before is not None:
         scales = tuple(before["drafter"]["feature_scales"])
+    elif config.drafter.start not in ("random", "target_last"):
+        scales = native.load(Path(config.drafter.start)).config.feature_scales
     elif config.drafter.scale_features:
         long = [c.tokens for c in corpus.conversations if len(c.tokens) >= _SCALE_TOKENS]
         if not long:

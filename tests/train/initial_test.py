@@ -12,6 +12,7 @@ from flax import nnx
 from dspark_jax.config import DrafterRecipe, Experts, spread_layers
 from dspark_jax.nn.target import Target
 from dspark_jax.train import initial
+from dspark_jax.weights import native
 
 RECIPE = DrafterRecipe(num_layers=1, mask_token=96, target_layer_ids=(1, 2))
 build = jax.jit(initial.drafter, static_argnums=(0, 3))
@@ -126,3 +127,19 @@ def test_the_same_key_builds_the_same_drafter(tiny_target, key):
     chex.assert_trees_all_equal(one, same)
     assert not jnp.array_equal(jax.tree.leaves(one)[0], jax.tree.leaves(other)[0])
     assert {leaf.dtype for leaf in jax.tree.leaves(one)} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_drafter_may_continue_another_with_another_block_size(tiny_target, tmp_path):
+    recipe = dataclasses.replace(RECIPE, block_size=3)
+    first = build(
+        initial.drafter_config(recipe, tiny_target.config), jax.random.key(3), tiny_target, "random"
+    )
+    native.save(tmp_path, first, jnp.float32, "card")
+    longer = dataclasses.replace(recipe, block_size=5)
+    config = initial.drafter_config(longer, tiny_target.config)
+    again = initial.continued(config, tmp_path)
+    assert again.config == config
+    chex.assert_trees_all_equal(nnx.state(again), nnx.state(first))
+    deeper = initial.drafter_config(dataclasses.replace(recipe, num_layers=2), tiny_target.config)
+    with pytest.raises(ValueError, match=r"does not fit: backbone.layers.1.* is None there"):
+        initial.continued(deeper, tmp_path)
