@@ -1,6 +1,7 @@
 """Walks over candidates: equal to the sequential walk where they must be, whatever the head."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.config import Domino, Markov, Recurrent
@@ -16,6 +19,8 @@ from dspark_jax.decode.verify import rule
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.sampling import Sampling
 from dspark_jax.sharding import make_mesh
+
+from ..conftest import DRAFTER
 
 BATCH, SIZE, WIDTH, VOCABULARY = 3, 4, 32, 97
 HEADS = {
@@ -139,3 +144,74 @@ def test_a_vocabulary_split_over_devices_drafts_the_same(heads, key, count):
     np.testing.assert_array_equal(run(split, rows), run(lent, hidden))
     if heads.head is None:
         assert run(split, rows)[:, 0].tolist() == [11] * 4
+
+
+SHAPES = [(1, 1, 5, 1, 1), (2, 3, 17, 2, 4), (3, 4, 23, 3, 23), (2, 2, 300, 2, 2)]  # B K V R C
+
+
+@functools.cache
+def runner(shape, walk):
+    """Draft tokens and laws of a vanilla head with given tables, compiled once a shape."""
+    rows, size, vocabulary, rank, count = shape
+    config = dataclasses.replace(
+        DRAFTER, vocab_size=vocabulary, head=Markov(rank=rank), confidence=None
+    )
+    cut = Candidates(count=count, walk=walk)
+
+    @jax.jit
+    def run(w1, w2, base, anchors, keys, how):
+        heads = Heads(config, jnp.float32, rngs=nnx.Rngs(0))
+        heads.head.w1.set_value(w1)
+        heads.head.w2.set_value(w2)
+        hidden = jnp.zeros((rows, size, config.geometry.width))
+        lent = Lent(embedding=hidden[0], head=hidden[0])
+        return propose(heads, lent, anchors, hidden, base, rule(how).choose, keys, cut)
+
+    return run
+
+
+def masked_loop(w1, w2, base, anchors, tokens, count):
+    """Corrected logits along a path by the definition, in NumPy: -inf outside the candidates."""
+    kept = np.argsort(-base, -1, kind="stable")[..., :count]
+    masked = np.full_like(base, -np.inf)
+    np.put_along_axis(masked, kept, np.take_along_axis(base, kept, -1), -1)
+    prevs = np.concatenate([anchors[:, None], tokens[:, :-1]], 1)
+    return masked + w1[prevs] @ w2.T
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_block_is_walked_as_the_definition_says(data):
+    """Shapes, ranks, ties, -inf logits, temperatures; integers, so that sums are exact."""
+    shape = data.draw(st.sampled_from(SHAPES))
+    rows, size, vocabulary, rank, count = shape
+    random = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    spread = data.draw(st.sampled_from([0, 1, 3]))  # 0: everything is tied
+    w1, w2, base = (
+        random.integers(-spread, spread + 1, s).astype(np.float32)
+        for s in ((vocabulary, rank), (vocabulary, rank), (rows, size, vocabulary))
+    )
+    never = random.random(base.shape) < data.draw(st.sampled_from([0, 0.5, 0.9]))
+    never[..., random.integers(vocabulary)] = False
+    base[never] = -np.inf
+    anchors = random.integers(vocabulary, size=rows).astype(np.int32)
+    keys = jax.random.split(jax.random.key(data.draw(st.integers(0, 99))), (rows, size))
+    temperature = data.draw(st.sampled_from([0.0, 0.3, 1.0, 5.0]))
+    how = Sampling(
+        temperature=jnp.full(rows, temperature, jnp.float32),
+        top_k=jnp.zeros(rows, jnp.int32),
+        top_p=jnp.ones(rows),
+    )
+    drafts = [
+        runner(shape, walk)(w1, w2, base, anchors, keys, how) for walk in ("scan", "associative")
+    ]
+    np.testing.assert_array_equal(*(draft.tokens for draft in drafts))
+    chex.assert_trees_all_close(*(draft.probs for draft in drafts), atol=1e-6)
+    tokens, probs = np.asarray(drafts[0].tokens), np.asarray(drafts[0].probs)
+    logits = masked_loop(w1, w2, base, anchors, tokens, count)
+    if temperature == 0:
+        np.testing.assert_array_equal(tokens, logits.argmax(-1))
+        return
+    weights = np.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+    np.testing.assert_allclose(probs, weights / weights.sum(-1, keepdims=True), atol=1e-5)
+    assert (np.take_along_axis(probs, tokens[..., None], -1) > 0).all()
