@@ -211,12 +211,31 @@ class DrafterRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Weights of the DSpark loss (DSpark paper, section 3)."""
+    """What is minimised: DSpark's terms by default (DSpark paper, section 3).
+
+    DFlash: cross_entropy=1, l1=0, confidence=0. Domino: those and base=1, is_contiguous=False.
+    DFlash-2: those of DFlash, base=1, base_decay=None, selector=1. All terms share one denominator,
+    the sum of the weights of all positions of the whole batch.
+    """
 
     cross_entropy: float = 0.1  # against the data's next token
     l1: float = 0.9  # sum over the vocabulary of |draft - target| probabilities
     confidence: float = 1.0  # binary cross entropy against 1 - l1 / 2
+    selector: float = 0.0  # cross entropy over the drafter's own best candidates (DFlash-2)
+    candidates: int = 16  # of the selector term
+    missing: Literal["mask", "inject"] = "mask"  # a label that is no candidate: left out, or put in
+    base: float = 0.0  # share of the base logits in the cross entropy at first (Domino's lambda)
+    base_decay: float | None = 1.0  # share of the run in which it falls to 0; None = it never falls
     decay: float = 4.0  # position k weighs exp(-k / decay); 0 = no decay
+    dpace: float = 0.0  # alpha of D-PACE's weights, used instead of the decay; 0 = the decay
+    is_contiguous: bool = True  # supervision ends at a gap; False = only the gap is left out
+
+    def __post_init__(self):
+        for field in ("base", "dpace"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"losses.{field} = {getattr(self, field)}: must be in 0..1")
+        if self.candidates < 1:
+            raise ValueError(f"losses.candidates = {self.candidates}: must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _dspark(folder: Path, expected: Expected) -> Iterator[Difference]:
         ours = {
             "block_hidden": hidden,
             "base_logits": drafter.heads.base_logits(lent, hidden),
-            "draft_logits": draft_logits(drafter.heads, lent, hidden, prevs),
+            "draft_logits": draft_logits(drafter.heads, lent, hidden, prevs)[1],
         }
         if drafter.config.confidence is not None:
             ours["confidence_logits"] = drafter.heads.confidence(prevs, hidden)
@@ -167,7 +167,7 @@ def training(
     yield same("target_ids", blocks.labels[kept], expected["target_ids"][kept])
     hidden, aligned = jax.jit(step.predictions)(drafter, known, blocks, batch.tokens)
     logits = jnp.stack([
-        draft_logits(drafter.heads, known.lent, *row)
+        draft_logits(drafter.heads, known.lent, *row)[1]
         for row in zip(hidden, blocks.prevs, strict=True)
     ])  # fmt: skip
     yield close("draft_logits", logits[kept], expected["draft_logits"][kept])

@@ -28,9 +28,16 @@ def sample(
 
 
 def cut(
-    batch: Batch, anchors: Int[Array, "B A"], valid: Bool[Array, "B A"], block_size: int
+    batch: Batch,
+    anchors: Int[Array, "B A"],
+    valid: Bool[Array, "B A"],
+    block_size: int,
+    is_contiguous: bool = True,
 ) -> Blocks:
-    """Predecessors, labels and what counts: supervision stops at the first gap, for good."""
+    """Predecessors, labels and what counts.
+
+    Supervision stops at the first gap, for good (DSpark), or leaves out the gap alone (Domino).
+    """
     length = batch.tokens.shape[1]
     ahead = anchors[..., None] + 1 + jnp.arange(block_size)
     inside = (ahead < length) & valid[..., None]
@@ -44,7 +51,7 @@ def cut(
         valid=valid,
         prevs=jnp.concatenate([first, labels[..., :-1]], -1),
         labels=labels,
-        counted=jnp.cumprod(supervised, -1).astype(bool),
+        counted=jnp.cumprod(supervised, -1).astype(bool) if is_contiguous else supervised,
     )
 
 

@@ -28,6 +28,7 @@ from dspark_jax.train.step import TrainState, train_step
 from dspark_jax.train.workdir import open_metrics, pin
 
 log = logging.getLogger(__name__)
+_TERMS = ("cross_entropy", "base", "l1", "selector", "confidence")
 Report = Callable[[dict], None]
 
 
@@ -87,10 +88,7 @@ def _jitted_step(
         return train_step(
             chain,
             graphdef,
-            config.losses,
-            config.num_anchors,
-            config.anchor_chunk,
-            config.drawn_tokens,
+            config,
             state,
             nnx.merge(target_graphdef, params),
             batch,
@@ -193,9 +191,7 @@ def summary(window: Sequence[dict]) -> dict:
     return {
         "loss": float(np.mean([entry["loss"] for entry in window])),
         "gradient_norm": float(np.mean([entry["gradient_norm"] for entry in window])),
-        "cross_entropy": float(tally.cross_entropy) / len(window),
-        "l1": float(tally.l1) / len(window),
-        "confidence": float(tally.confidence) / len(window),
+        **{name: float(tally[name]) / len(window) for name in _TERMS},
         "accept_rate": [round(float(x), 4) for x in tally.accepted / counted],
         "agree_rate": [round(float(x), 4) for x in tally.agreed / counted],
         "expected_length": float(tally.expected) / blocks,

@@ -1,4 +1,6 @@
-"""The DSpark loss: cross entropy, L1 to the target's law, confidence (DSpark paper, section 3).
+"""Losses: cross entropy of corrected and base logits, L1 to the target's law, selector, confidence.
+
+Sources: DSpark paper, section 3; Domino, section 3.4; DFlash-2; D-PACE (arXiv 2605.18810).
 
 Logits exist for one chunk of anchors at a time. The lm head is frozen, so each chunk's gradient
 with respect to hidden states and heads is formed in the forward sweep and kept; the backward pass
@@ -26,7 +28,7 @@ class Supervision:
       prevs: the token before each predicted one.
       labels: the predicted token.
       counted: whether the label counts.
-      weights: of each position, already divided by their sum over the whole batch.
+      weights: of each position; the loss is divided by their sum over the whole batch, once.
       target_hidden: the target's final-normed state that predicts the label.
     """
 
@@ -42,8 +44,11 @@ class Tally:
     """Sums over blocks; ratios are taken once, after all sums (pooled, never a mean of means).
 
     Attributes:
-      cross_entropy: weighted.
+      weight: sum of the weights; the denominator of the five terms that follow.
+      cross_entropy: weighted, of the corrected logits.
+      base: weighted, of the base logits.
       l1: weighted.
+      selector: weighted.
       confidence: weighted.
       accepted: per position, sum of 1 - l1 / 2: acceptance when sampling at temperature 1.
       agreed: per position, drafted argmax equals the target's.
@@ -53,8 +58,11 @@ class Tally:
       blocks: valid blocks.
     """
 
+    weight: Float[Array, ""]
     cross_entropy: Float[Array, ""]
+    base: Float[Array, ""]
     l1: Float[Array, ""]
+    selector: Float[Array, ""]
     confidence: Float[Array, ""]
     accepted: Float[Array, "K"]
     agreed: Float[Array, "K"]
@@ -70,12 +78,53 @@ def draft_logits(
     hidden: Float[Array, "N K D"],
     prevs: Int[Array, "N K"],
     among: slice | Int[Array, "V"] = slice(None),
-) -> Float[Array, "N K V"]:
-    """Corrected logits along given predecessors; `among` are the tokens of the lent head."""
+) -> tuple[Float[Array, "N K V"], Float[Array, "N K V"]]:
+    """Base logits, and those corrected along given predecessors.
+
+    `among` are the tokens of the lent head, where it holds but some.
+    """
     base = heads.base_logits(lent, hidden)
+    if heads.head is None:
+        return base, base
     state, transition = heads.transition(hidden.shape[0], among, lent.embedding)
     bias = follow(transition, state, prevs.T, jnp.swapaxes(hidden, 0, 1))
-    return base + jnp.moveaxis(bias, 0, 1) if heads.head is not None else base
+    return base, base + jnp.moveaxis(bias, 0, 1)
+
+
+def base_share(losses: Losses, step: Int[Array, ""], steps: int) -> Float[Array, ""]:
+    """Domino's lambda at an optimizer step: linear from `base` to 0 (Domino, section 3.4)."""
+    if losses.base_decay is None:
+        return jnp.asarray(losses.base, jnp.float32)
+    end = max(1, int(steps * losses.base_decay))
+    return losses.base * (1 - jnp.minimum(step / end, 1.0))
+
+
+def dpace_weights(
+    cross_entropy: Float[Array, "N K"], mask: Float[Array, "N K"], alpha: float
+) -> Float[Array, "N K"]:
+    """D-PACE: how much of the block hangs on each position (arXiv 2605.18810), no gradient."""
+    q = (1 - alpha) * jnp.exp(-jax.lax.stop_gradient(cross_entropy)) + alpha
+    reached = jnp.cumprod(jnp.where(mask > 0, q, 1.0), -1)
+    return jnp.cumsum((reached * mask)[:, ::-1], -1)[:, ::-1] * mask
+
+
+def selector_loss(
+    losses: Losses,
+    base: Float[Array, "N K V"],
+    logits: Float[Array, "N K V"],
+    labels: Int[Array, "N K"],
+) -> Float[Array, "N K"]:
+    """Cross entropy of corrected logits over the best candidates of the base logits.
+
+    A label that is no candidate counts 0, or replaces the worst candidate.
+    """
+    _, ids = jax.lax.top_k(jax.lax.stop_gradient(base), min(losses.candidates, base.shape[-1]))
+    is_in = jnp.any(ids == labels[..., None], -1)
+    ids = ids.at[..., -1].set(jnp.where(is_in, ids[..., -1], labels))
+    chosen = jnp.take_along_axis(logits, ids, -1)
+    label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    loss = jax.nn.logsumexp(chosen, -1) - label
+    return loss if losses.missing == "inject" else loss * is_in
 
 
 def chunk_loss(
@@ -85,43 +134,60 @@ def chunk_loss(
     given: Supervision,
     lent: Lent,
     subset: Subset | None,
+    share: Float[Array, ""] | float = 0.0,
 ) -> tuple[Float[Array, ""], Tally]:
-    """Weighted loss of some blocks, and what it is made of."""
+    """Weighted loss of some blocks, a sum, and what it is made of.
+
+    `share` is Domino's lambda, used if `losses.base` is set.
+    """
     among, log_share = (slice(None), 0.0) if subset is None else (subset.tokens, subset.log_share)
-    logits = draft_logits(heads, lent, hidden, given.prevs, among)
+    base, logits = draft_logits(heads, lent, hidden, given.prevs, among)
     target_logits = jax.lax.stop_gradient(heads.base_logits(lent, given.target_hidden))
-    log_probs = jax.nn.log_softmax(logits + log_share)
-    label = jnp.take_along_axis(log_probs, given.labels[..., None], -1)[..., 0]
+
+    def label_loss(logits):
+        log_probs = jax.nn.log_softmax(logits + log_share)
+        return log_probs, -jnp.take_along_axis(log_probs, given.labels[..., None], -1)[..., 0]
+
+    log_probs, final = label_loss(logits)
     l1 = jnp.sum(jnp.abs(jnp.exp(log_probs) - jax.nn.softmax(target_logits + log_share)), -1)
     accept = jax.lax.stop_gradient(jnp.clip(1 - l1 / 2, 0, 1))
-    cross_entropy = -jnp.sum(given.weights * label)
-    weighted_l1 = jnp.sum(given.weights * l1)
-    confidence = jnp.zeros(())
+    weights = dpace_weights(final, given.weights, losses.dpace) if losses.dpace else given.weights
+    zero = jnp.zeros(final.shape)
+    terms = {
+        "cross_entropy": final,
+        "base": label_loss(base)[1] if losses.base else zero,
+        "l1": l1,
+        "selector": selector_loss(losses, base, logits, given.labels) if losses.selector else zero,
+        "confidence": zero,
+    }
     if heads.confidence_head is not None:
         logit = heads.confidence(given.prevs, hidden)
-        confidence = jnp.sum(given.weights * (jax.nn.softplus(logit) - logit * accept))
+        terms["confidence"] = jax.nn.softplus(logit) - logit * accept
+    sums = {name: jnp.sum(weights * term) for name, term in terms.items()}
+    share = share if losses.base else 0.0
     total = (
-        losses.cross_entropy * cross_entropy
-        + losses.l1 * weighted_l1
-        + losses.confidence * confidence
+        losses.cross_entropy * ((1 - share) * sums["cross_entropy"] + share * sums["base"])
+        + losses.l1 * sums["l1"]
+        + losses.selector * sums["selector"]
+        + losses.confidence * sums["confidence"]
     )
     agree = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
-    counted = given.counted.astype(jnp.float32)
+    counted, has_any = given.counted.astype(jnp.float32), jnp.any(given.counted, -1)
     return total, Tally(
-        cross_entropy=cross_entropy,
-        l1=weighted_l1,
-        confidence=confidence,
+        weight=jnp.sum(weights),
         accepted=jnp.sum(accept * counted, 0),
         agreed=jnp.sum(agree * counted, 0),
         counted=jnp.sum(counted, 0),
-        expected=jnp.sum(counted[:, 0] + _run_length(accept * counted)),
-        greedy=jnp.sum(counted[:, 0] + _run_length(agree * counted)),
-        blocks=jnp.sum(counted[:, 0]),
+        expected=jnp.sum(has_any + _run_length(accept, counted)),
+        greedy=jnp.sum(has_any + _run_length(agree, counted)),
+        blocks=jnp.sum(has_any, dtype=jnp.float32),
+        **sums,
     )
 
 
-def _run_length(survival: Float[Array, "N K"]) -> Float[Array, "N"]:
-    return jnp.sum(jnp.cumprod(survival, -1), -1)
+def _run_length(survival: Array, counted: Float[Array, "N K"]) -> Float[Array, "N"]:
+    """Counted positions before the first failure; a gap neither breaks the run nor counts."""
+    return jnp.sum(jnp.cumprod(jnp.where(counted > 0, survival, 1.0), -1) * counted, -1)
 
 
 def block_loss(
@@ -132,10 +198,13 @@ def block_loss(
     lent: Lent,
     chunk: int,
     subset: Subset | None = None,
+    share: Float[Array, ""] | float = 0.0,
 ) -> tuple[Float[Array, ""], Tally]:
     """The loss of all blocks, `chunk` blocks at a time (a divisor of their number).
 
-    With a `subset`, labels are places in it and the lent head holds its rows alone.
+    With a `subset`, labels are places in it and the lent head holds its rows alone. The loss is
+    a weighted mean: its denominator is known once all chunks are (D-PACE's weights depend on the
+    logits), and no gradient flows through it.
     """
 
     def split(x):
@@ -143,7 +212,11 @@ def block_loss(
 
     term = functools.partial(chunk_loss, losses)
     chunks = jax.tree.map(split, given)
-    return _sweep(term, heads, split(hidden), chunks, (lent, subset))
+    frozen = lent, subset, jnp.asarray(share, jnp.float32)
+    value, tally = _sweep(term, heads, split(hidden), chunks, frozen)
+    mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
+    names = ("cross_entropy", "base", "l1", "selector", "confidence")
+    return value * mean, tally.replace(**{name: tally[name] * mean for name in names})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

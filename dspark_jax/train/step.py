@@ -10,11 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.base import Batch, Blocks, Params
-from dspark_jax.config import Losses
+from dspark_jax.config import Losses, TrainConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, vocabulary
-from dspark_jax.train.losses import Supervision, Tally, block_loss
+from dspark_jax.train.losses import Supervision, Tally, base_share, block_loss
 from dspark_jax.train.vocabulary import Subset
 
 
@@ -80,6 +80,7 @@ def loss(
     losses: Losses,
     chunk: int,
     subset: Subset | None = None,
+    share: Float[Array, ""] | float = 0.0,
 ) -> tuple[Float[Array, ""], Tally]:
     """The loss of a batch cut into blocks, with one global denominator.
 
@@ -91,9 +92,11 @@ def loss(
       losses: weights of the terms.
       chunk: blocks whose logits exist at once.
       subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
+      share: of the base logits in the cross entropy.
     """
     hidden, target_hidden = predictions(drafter, known, blocks, tokens)
-    weights, labels, lent = anchors.weights(blocks.counted, losses.decay), blocks.labels, known.lent
+    decay = 0.0 if losses.dpace else losses.decay
+    weights, labels, lent = anchors.weights(blocks.counted, decay), blocks.labels, known.lent
     if subset is not None:
         labels = vocabulary.locate(subset, labels, lent.head.shape[0])
         weights, labels = weights * (labels >= 0), jnp.maximum(labels, 0)
@@ -102,20 +105,17 @@ def loss(
         prevs=blocks.prevs,
         labels=labels,
         counted=blocks.counted,
-        weights=weights / (jnp.sum(weights) + 1e-6),
+        weights=weights,
         target_hidden=target_hidden,
     )
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given))
-    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset)
+    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset, share)
 
 
 def train_step(
     optimizer: optax.GradientTransformation,
     graphdef: nnx.GraphDef,
-    losses: Losses,
-    num_anchors: int,
-    chunk: int,
-    drawn: int,
+    config: TrainConfig,
     state: TrainState,
     target: Target,
     batch: Batch,
@@ -126,28 +126,24 @@ def train_step(
     Args:
       optimizer: the chain.
       graphdef: the drafter's structure.
-      losses: weights of the terms.
-      num_anchors: blocks a conversation.
-      chunk: blocks whose logits exist at once.
-      drawn: infrequent tokens in the loss of a step, if the vocabulary is split.
+      config: the run's: losses, numbers of anchors and of drawn tokens.
       state: before the step.
       target: the frozen model.
       batch: conversations.
       split: the vocabulary by frequency; None = the loss runs over all of it.
     """
-    config = nnx.merge(graphdef, state.params).config
-    known = ask(target, batch, config.target_layer_ids)
+    shape, losses = nnx.merge(graphdef, state.params).config, config.losses
+    known = ask(target, batch, shape.target_layer_ids)
     key = jax.random.fold_in(state.key, state.step)
-    blocks = anchors.cut(
-        batch, *anchors.sample(key, batch.loss_mask, num_anchors), config.block_size
-    )
-
+    chosen = anchors.sample(key, batch.loss_mask, config.num_anchors)
+    blocks = anchors.cut(batch, *chosen, shape.block_size, losses.is_contiguous)
     draw_key = jax.random.fold_in(key, 1)
-    subset = None if split is None else vocabulary.draw(draw_key, split, drawn)
+    subset = None if split is None else vocabulary.draw(draw_key, split, config.drawn_tokens)
+    share = base_share(losses, state.step, config.steps)
 
     def objective(params):
-        drafter = nnx.merge(graphdef, params)
-        return loss(drafter, known, blocks, batch.tokens, losses, chunk, subset)
+        trained, chunk = nnx.merge(graphdef, params), config.anchor_chunk
+        return loss(trained, known, blocks, batch.tokens, losses, chunk, subset, share)
 
     (value, tally), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)

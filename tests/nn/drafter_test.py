@@ -74,7 +74,7 @@ def test_the_embedding_is_scaled_as_the_target_scales_it(tiny_drafter, lent):
 def test_the_markov_bias_is_a_product_of_two_rows(tiny_drafter, lent):
     heads = tiny_drafter.heads
     prev, hidden = jnp.asarray([[0, 96, 5, 5]]), jax.random.normal(jax.random.key(0), (1, 4, 32))
-    bias = draft_logits(heads, lent, hidden, prev) - heads.base_logits(lent, hidden)
+    bias = draft_logits(heads, lent, hidden, prev)[1] - heads.base_logits(lent, hidden)
     expected = heads.head.w1[...][prev] @ heads.head.w2[...].T
     chex.assert_trees_all_close(bias, expected, atol=1e-4)
 
@@ -87,8 +87,8 @@ def test_a_head_of_zeros_drafts_as_no_head_does(tiny_drafter, lent):
     silent.head.w2.set_value(jnp.zeros((97, 4)))
     prev, hidden = jnp.asarray([[0, 96, 5, 5]]), jax.random.normal(jax.random.key(0), (1, 4, 32))
     base = plain.base_logits(lent, hidden)
-    chex.assert_trees_all_equal(draft_logits(plain, lent, hidden, prev), base)
-    chex.assert_trees_all_equal(draft_logits(silent, lent, hidden, prev), base)
+    chex.assert_trees_all_equal(draft_logits(plain, lent, hidden, prev)[1], base)
+    chex.assert_trees_all_equal(draft_logits(silent, lent, hidden, prev)[1], base)
 
 
 @pytest.mark.parametrize("with_markov", [True, False])

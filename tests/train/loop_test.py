@@ -165,7 +165,10 @@ def made_up_step(loss: float, *counted: float) -> dict:
         "loss": jnp.asarray(loss),
         "gradient_norm": jnp.asarray(2 * loss),
         "tally": Tally(
+            weight=jnp.asarray(1.0),
             cross_entropy=jnp.asarray(1.5),
+            base=jnp.asarray(0.0),
+            selector=jnp.asarray(0.0),
             l1=jnp.asarray(0.5),
             confidence=jnp.asarray(0.25),
             accepted=shares * jnp.asarray(counted),

@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dspark_jax.config import Losses
+from dspark_jax.base import Batch
+from dspark_jax.config import Domino, DrafterConfig, Losses
 from dspark_jax.nn.drafter import Heads, Lent
+from dspark_jax.train import anchors
 from dspark_jax.train import losses as module
 from dspark_jax.train.losses import Supervision
 
+from ..conftest import DRAFTER
+
 N, K, D, V = 12, 4, 32, 97
 LOSSES = Losses(cross_entropy=0.3, l1=0.7, confidence=1.3)
+EVERYTHING = dataclasses.replace(LOSSES, base=0.6, selector=0.8, candidates=5, dpace=0.4)
 
 
 def supervision(key: jax.Array, blocks: int = N, width: int = D) -> Supervision:
@@ -77,6 +82,7 @@ def test_the_loss_is_its_formula(tiny_drafter, hidden, given, lent):
     np.testing.assert_allclose(total, expected, rtol=1e-5)
     for name, value in terms.items():
         np.testing.assert_allclose(tally[name], value, rtol=1e-5)
+    np.testing.assert_allclose(tally.weight, w.sum(), rtol=1e-6)
     counted = np.asarray(given.counted)
     agree = draft.argmax(-1) == target.argmax(-1)
     survival = {"expected": accept * counted, "greedy": agree * counted}
@@ -89,25 +95,34 @@ def test_the_loss_is_its_formula(tiny_drafter, hidden, given, lent):
         np.testing.assert_allclose(tally[name], length, rtol=1e-5)
 
 
-def gradient(drafter, hidden, given, lent, chunk, scale=1.0):
+def gradient(drafter, hidden, given, lent, chunk, scale=1.0, losses=LOSSES):
     """Loss, tally, and the gradient with respect to heads and hidden states."""
 
     def total(heads, hidden):
-        value, tally = module.block_loss(LOSSES, heads, hidden, given, lent, chunk)
+        value, tally = module.block_loss(losses, heads, hidden, given, lent, chunk, None, 0.6)
         return scale * value, tally
 
     step = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
     return jax.jit(step)(drafter.heads, hidden)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, N])
-def test_any_chunk_gives_the_unchunked_loss_and_gradient(tiny_drafter, hidden, given, lent, chunk):
+@pytest.mark.parametrize(
+    ("losses", "chunk"), [(LOSSES, 1), (LOSSES, 3), (LOSSES, N), (EVERYTHING, 3)]
+)
+def test_any_chunk_gives_the_unchunked_loss_and_gradient(
+    tiny_drafter, hidden, given, lent, losses, chunk
+):
+    """One global denominator, D-PACE's too, which is known only when every chunk has been seen."""
+
     def total(heads, hidden):
-        return module.chunk_loss(LOSSES, heads, hidden, given, lent, None)
+        value, tally = module.chunk_loss(losses, heads, hidden, given, lent, None, 0.6)
+        mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
+        sums = ("cross_entropy", "base", "l1", "selector", "confidence")
+        return value * mean, tally.replace(**{name: tally[name] * mean for name in sums})
 
     whole = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
     expected = whole(tiny_drafter.heads, hidden)
-    actual = gradient(tiny_drafter, hidden, given, lent, chunk)
+    actual = gradient(tiny_drafter, hidden, given, lent, chunk, losses=losses)
     chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-5)
     chex.assert_trees_all_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
 
@@ -178,3 +193,124 @@ def test_peak_memory_does_not_grow_with_the_blocks(tiny_drafter):
     kept = 64 * chunk * K * width * 4
     assert few > logits
     assert many - few < 4 * kept < logits
+
+
+def waves(amplitude: float, omega: float, phase: float, *shape: int) -> jax.Array:
+    """The fill of the closed-form cases: element m, from 1, is A sin(omega m + phase)."""
+    m = np.arange(1, np.prod(shape) + 1)
+    return jnp.asarray((amplitude * np.sin(omega * m + phase)).reshape(shape), jnp.float32)
+
+
+TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 2, 6, 5, 3, 0]])
+TOY = Lent(embedding=waves(1.0, 0.5, 0.2, 7, 4), head=waves(1.0, 0.8, 0.9, 7, 4))
+
+
+def toy_loss(head, losses: Losses, is_shifted: bool, has_hole: bool, share: float = 0.0):
+    """The toy of Domino's specification: two blocks behind anchors 1 and 5 of ten tokens."""
+    config = DrafterConfig(
+        geometry=dataclasses.replace(DRAFTER.geometry, width=4),
+        vocab_size=7,
+        num_layers=1,
+        block_size=4 if is_shifted else 3,
+        target_layer_ids=(0,),
+        mask_token=0,
+        predict_from_anchor=is_shifted,
+        head=head,
+    )
+    heads = Heads(config, jnp.float32, rngs=nnx.Rngs(0))
+    if head is not None:
+        heads.head.input_gates.set_value(waves(0.6, 0.7, 0.1, 9, 4))
+        heads.head.state_gates.set_value(waves(0.6, 1.1, 0.3, 9, 3))
+        heads.head.bottleneck.weight.set_value(waves(0.8, 0.9, 0.5, 2, 7))
+        heads.head.w2.set_value(waves(1.0, 1.3, 0.7, 7, 2))
+    hidden = waves(1.0, 0.33, 0.4, 2, 4, 4)[:, 0 if is_shifted else 1 :]
+    mask = jnp.ones((1, 10), bool).at[0, 4].set(not has_hole)
+    batch, at = Batch(tokens=TOKENS, loss_mask=mask), jnp.asarray([[1, 5]])
+    blocks = anchors.cut(batch, at, jnp.ones((1, 2), bool), config.block_size, False)
+    decay = 0.0 if losses.dpace else losses.decay
+    given = Supervision(
+        prevs=blocks.prevs[0],
+        labels=blocks.labels[0],
+        counted=blocks.counted[0],
+        weights=anchors.weights(blocks.counted[0], decay),
+        target_hidden=hidden,
+    )
+    run = jax.jit(module.block_loss, static_argnums=(0, 5))
+    return run(losses, heads, hidden, given, TOY, 1, None, share)
+
+
+PLAIN = Losses(cross_entropy=1.0, l1=0.0, confidence=0.0, decay=2.0, is_contiguous=False)
+
+
+@pytest.mark.parametrize(
+    ("is_shifted", "has_hole", "final", "base", "mixed"),
+    [
+        (True, False, 3.219720, 2.808190, 3.116838),
+        (False, False, 2.407867, 2.315687, 2.384822),
+        (True, True, 3.229041, 2.783318, 3.117610),
+        (False, True, 2.458193, 2.377556, 2.438034),
+    ],
+)
+def test_dominos_closed_form_cases_hold(is_shifted, has_hole, final, base, mixed):
+    """Both alignments, a hole in the supervision, lambda at 0.25."""
+    head = Domino(rank=2, gru_width=3, pure_prefix=1)
+    losses = dataclasses.replace(PLAIN, base=1.0)
+    value, tally = toy_loss(head, losses, is_shifted, has_hole, 0.25)
+    np.testing.assert_allclose(
+        [tally.cross_entropy, tally.base, value], [final, base, mixed], atol=2e-6
+    )
+
+
+def test_dflash_and_dpace_closed_form_cases_hold():
+    """D-PACE's normaliser is the sum of its weights."""
+    for has_hole, loss in ((False, 2.315688), (True, 2.377556)):
+        np.testing.assert_allclose(toy_loss(None, PLAIN, False, has_hole)[0], loss, atol=2e-6)
+    value, tally = toy_loss(None, dataclasses.replace(PLAIN, dpace=0.5), False, False)
+    np.testing.assert_allclose(value, 2.247147, atol=2e-6)
+    np.testing.assert_allclose(tally.weight, 7.628008 / 2.247147, rtol=1e-5)
+    cross_entropy = jnp.asarray([[1.583114, 2.690783, 1.713460], [2.310570, 3.430917, 2.466039]])
+    weights = module.dpace_weights(cross_entropy, jnp.ones((2, 3)), 0.5)
+    expected = [[1.114324, 0.511657, 0.189885], [0.987187, 0.437585, 0.153892]]
+    np.testing.assert_allclose(weights, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "values"),
+    [
+        (0.5, 100, {0: 1, 25: 0.5, 50: 0, 75: 0}),
+        (1.0, 7, {3: 4 / 7}),
+        (0.0, 9, {0: 1, 1: 0}),
+        (None, 9, {0: 1, 8: 1}),
+    ],
+)
+def test_dominos_lambda_falls_as_its_schedule_says(ratio, steps, values):
+    losses = dataclasses.replace(PLAIN, base=1.0, base_decay=ratio)
+    for step, value in values.items():
+        found = module.base_share(losses, jnp.asarray(step), steps)
+        np.testing.assert_allclose(found, value, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["mask", "inject"])
+def test_the_selector_term_is_its_formula(key, missing):
+    """DFlash-2, section 7: over the five best base logits, the label masked or injected."""
+    base, bias = jax.random.normal(key, (2, 3, K, 11))
+    labels = jax.random.randint(jax.random.fold_in(key, 2), (3, K), 0, 11)
+    losses = Losses(selector=1.0, candidates=5, missing=missing)
+    found = jax.jit(module.selector_loss, static_argnums=0)(losses, base, base + bias, labels)
+    logits, absent = np.asarray(base + bias), 0
+    for n, k in np.ndindex(3, K):
+        ids = np.argsort(-np.asarray(base[n, k]))[:5].tolist()
+        label = int(labels[n, k])
+        if label not in ids:
+            absent += 1
+            ids[-1] = label
+        expected = np.log(np.exp(logits[n, k, ids]).sum()) - logits[n, k, label]
+        is_left_out = missing == "mask" and label not in np.argsort(-np.asarray(base[n, k]))[:5]
+        np.testing.assert_allclose(found[n, k], 0 if is_left_out else expected, atol=1e-5)
+    assert 0 < absent < 3 * K
+
+
+@pytest.mark.parametrize("fields", [{"base": 1.5}, {"dpace": -0.1}, {"candidates": 0}])
+def test_losses_that_make_no_sense_are_refused(fields):
+    with pytest.raises(ValueError, match=f"losses.{next(iter(fields))} = "):
+        Losses(**fields)

@@ -21,6 +21,7 @@ from dspark_jax.config import (
     Markov,
     Optimizer,
     Recurrent,
+    TrainConfig,
 )
 from dspark_jax.decode.draft import proposer
 from dspark_jax.nn.drafter import Drafter
@@ -259,7 +260,10 @@ def test_a_batch_without_supervision_changes_nothing_but_the_count(micro_target)
         key=jax.random.key(0),
     )
     batch = Batch(tokens=jnp.repeat(TOKENS % 31, 2, 0), loss_mask=jnp.zeros((2, 12), bool))
-    run = functools.partial(step.train_step, chain, graphdef, Losses(), 4, 4, 0, split=None)
+    run_config = TrainConfig(
+        data="", workdir="", drafter=recipe, num_anchors=4, anchor_chunk=4, batch_size=2
+    )
+    run = functools.partial(step.train_step, chain, graphdef, run_config, split=None)
     after, metrics = jax.jit(run)(state, micro_target, batch)
     assert float(metrics["loss"]) == 0
     assert float(metrics["gradient_norm"]) == 0
