@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from dspark_jax.base import Cache
 from dspark_jax.config import DrafterConfig, Geometry, Markov, Rotary
@@ -151,7 +152,8 @@ def walk_costs(
     for vocab_size in vocabularies:
         heads, lent = _markov(vocab_size, rank)
         for size, batch in itertools.product(block_sizes, batches):
-            parts = {name: _walk(heads, lent, size, batch, cut) for name, cut in cuts.items()}
+            base = _random_logits(batch, size, vocab_size)
+            parts = {name: _walk(heads, lent, base, cut) for name, cut in cuts.items()}
             yield WalkCosts(vocab_size, size, batch, medians(parts, repeats))
 
 
@@ -174,11 +176,16 @@ def _markov(vocab_size: int, rank: int) -> tuple[Heads, Lent]:
     return Heads(config, jnp.float32, rngs=nnx.Rngs(0)), Lent(embedding=tables, head=tables)
 
 
-def _walk(heads: Heads, lent: Lent, size: int, batch: int, cut: Candidates) -> Callable[[], None]:
+def _random_logits(batch: int, size: int, vocab_size: int) -> Float[Array, "B K V"]:
     draws = np.random.default_rng(0)
-    vocab_size = lent.head.shape[0]
-    base = jnp.asarray(draws.normal(size=(batch, size, vocab_size)).astype(np.float32))
-    anchors = jnp.asarray(draws.integers(vocab_size, size=batch), jnp.int32)
+    return jnp.asarray(draws.standard_normal((batch, size, vocab_size), np.float32))
+
+
+def _walk(
+    heads: Heads, lent: Lent, base: Float[Array, "B K V"], cut: Candidates
+) -> Callable[[], None]:
+    batch, size, _ = base.shape
+    anchors = jnp.arange(batch, dtype=jnp.int32)
     hidden = jnp.zeros((batch, size, lent.head.shape[1]))
     keys = jnp.broadcast_to(jax.random.key(0), (batch, size))
 

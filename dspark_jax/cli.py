@@ -349,6 +349,8 @@ def run_bench_walk(args: BenchWalk) -> None:
         values = getattr(args, field)
         if not values or min(values) < 1:
             raise ValueError(f"{field} = {values}: give whole numbers of at least 1")
+    if args.rank < 1 or args.repeats < 1:
+        raise ValueError(f"rank = {args.rank}, repeats = {args.repeats}: must be at least 1")
     shapes = (args.vocabularies, args.block_sizes, args.batch_sizes, args.candidates)
     with report.err.status("timing walks ..."):
         rows = list(bench.walk_costs(*shapes, args.rank, args.repeats))

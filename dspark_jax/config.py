@@ -55,7 +55,8 @@ class Geometry:
     norm_offset: bool = False  # norm weights are stored as w - 1 (Gemma2, Gemma3)
     norm_fp32: bool = False  # norm weights multiply before the cast, stored as w (Gemma4)
     sandwich_norms: bool = False  # norm after attention and MLP too (Gemma)
-    value_from_key: bool = False  # no v projection: values are unit-rms raw keys (Gemma4)
+    value_from_key: bool = False  # no v projection: values are the raw keys (Gemma4)
+    unit_values: bool = False  # values are brought to unit rms, without a weight (Gemma4)
     layer_scalar: bool = False  # a stored, untrained factor on each layer's output (Gemma4)
     attention_scale: float | None = None  # of q.k; None = head_dim ** -0.5
     attention_softcap: float | None = None  # c * tanh(scores / c)
@@ -73,10 +74,11 @@ class TargetConfig:
     family: str  # Hugging Face model_type it was read from
     vocab_size: int  # V, rows of the embedding, padding rows included
     num_layers: int  # decoder layers
-    geometry: Geometry  # of every layer
+    geometry: Geometry  # of every layer, or of the sliding ones if there is a full_geometry
     max_length: int  # positions the model may see
     windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
     sliding_rotary: Rotary | None = None  # rotary of sliding layers, None = the same (Gemma3)
+    full_geometry: Geometry | None = None  # of full-attention layers, None = the same (Gemma4)
     experts: Experts | None = None  # routed experts, None = dense MLPs
     tied: bool = True  # lm head is the embedding
     embedding_scale: float | None = None  # multiplies embeddings (Gemma: sqrt(D))
@@ -85,6 +87,11 @@ class TargetConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, the current one included; None = full attention."""
         return self.windows[layer] if self.windows else None
+
+    def layer_geometry(self, layer: int) -> Geometry:
+        """Geometry of a layer."""
+        is_full = self.window(layer) is None and self.full_geometry is not None
+        return self.full_geometry if is_full else self.geometry
 
     def rotary(self, layer: int) -> Rotary:
         """Rotary embedding of a layer."""
@@ -156,6 +163,8 @@ class DrafterConfig:
     causal: tuple[bool, ...] = ()  # layers whose block rows see no later row; () = none
 
     def __post_init__(self):
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows = {self.windows}: a row sees itself, so at least 1")
         for field in ("windows", "causal"):
             if len(getattr(self, field)) not in (0, self.num_layers):
                 raise ValueError(

@@ -131,7 +131,8 @@ def print_walks(rows: Sequence[WalkCosts], is_json: bool) -> None:
     """Milliseconds of the full walk, and how many times faster each candidate walk is."""
     if is_json:
         for row in rows:
-            print(json.dumps(dataclasses.asdict(row)))
+            ratios = {name: round(row.ratio(name), 2) for name in row.seconds}
+            print(json.dumps({**dataclasses.asdict(row), "times_faster": ratios}))
         return
     names = [name for name in rows[0].seconds if name != "full"]
     table = Table(title="one block, base logits to tokens; times faster than the full walk")

@@ -65,6 +65,10 @@ def propose(
         tokens, laws = walk(transition, choose, state, anchors, steps)
         return _draft(tokens, laws)
     ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
+    if cut.widen and not isinstance(heads.head, MarkovHead):
+        raise ValueError(
+            f"widen = {cut.widen} needs a Markov head's transition bias, not {heads.config.head}"
+        )
     if heads.head is None or isinstance(heads.head, MarkovHead):
         return _walk_candidates(heads, anchors, hidden, base, ids, choose, across[2], cut)
     logits = _position_first(jnp.take_along_axis(base, ids, -1))
@@ -78,7 +82,7 @@ def propose(
 def _walk_candidates(heads, anchors, hidden, base, ids, choose, keys, cut: Candidates) -> Draft:
     """The table and the walk through it."""
     is_new = jnp.ones_like(ids, bool)
-    if heads.head is not None and cut.widen:
+    if cut.widen:
         ids, is_new = selector.widened(heads.head, anchors, ids, hidden, base.shape[-1], cut.widen)
     logits = jnp.where(is_new, jnp.take_along_axis(base, ids, -1), -jnp.inf)
     if heads.head is None:

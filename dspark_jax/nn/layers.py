@@ -213,7 +213,7 @@ class Attention(nnx.Module):
         self.q_norm = norm(g, g.head_dim, dtype) if g.qk_norm else None
         self.k_norm = norm(g, g.head_dim, dtype) if g.qk_norm else None
         self.head_dim = g.head_dim
-        self.norm_eps = g.norm_eps
+        self.unit_eps = g.norm_eps if g.unit_values else None
         self.rotary = rotary
 
     def _heads(self, x: Float[Array, "*rows wide"]) -> Float[Array, "*rows heads head_dim"]:
@@ -230,14 +230,11 @@ class Attention(nnx.Module):
     def keys_values(
         self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]
     ) -> tuple[Float[Array, "*rows kv_heads head_dim"], Float[Array, "*rows kv_heads head_dim"]]:
-        """Normed, rotated keys; plain values, or the raw keys at unit rms."""
+        """Normed, rotated keys; values, which may be the raw keys, plain or at unit rms."""
         raw = self._heads(self.k_proj(x))
         k = raw if self.k_norm is None else self.k_norm(raw)
-        v = (
-            rms_norm(raw, None, self.norm_eps)
-            if self.v_proj is None
-            else self._heads(self.v_proj(x))
-        )
+        v = raw if self.v_proj is None else self._heads(self.v_proj(x))
+        v = v if self.unit_eps is None else rms_norm(v, None, self.unit_eps)
         return rotate(k, positions, self.rotary), v
 
 

@@ -32,18 +32,15 @@ def top_candidates(
     "exact" searches in two stages: only blocks whose best logit is among the `count` best blocks
     can hold one. "approx" is `jax.lax.approx_max_k`, which is fast on TPU and may miss some.
     """
+    # The final sort also keeps callers' slices away from the search: XLA's CPU compiler turns a
+    # top-k whose result is sliced into a full stable sort.
     if method == "approx":
-        ids = _kept(*jax.lax.approx_max_k(logits, count))
+        ids = jax.lax.approx_max_k(logits, count)[1]
     elif logits.shape[-1] <= count * _BLOCK:
-        ids = _kept(*jax.lax.top_k(logits, count))
+        ids = jax.lax.top_k(logits, count)[1]
     else:
         ids = _two_stage(logits, count)
     return jnp.sort(ids, -1)
-
-
-def _kept(values: Array, ids: Array) -> Array:
-    # Without both barriers XLA's CPU compiler turns a sliced top-k into a full stable sort.
-    return jax.lax.optimization_barrier((values, ids))[1]
 
 
 def _two_stage(logits: Float[Array, "*rows V"], count: int) -> Int[Array, "*rows C"]:
@@ -51,9 +48,9 @@ def _two_stage(logits: Float[Array, "*rows V"], count: int) -> Int[Array, "*rows
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
     blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
     blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
-    chosen = jnp.sort(_kept(*jax.lax.top_k(jnp.max(blocks, -1), count)), -1)
+    chosen = jnp.sort(jax.lax.top_k(jnp.max(blocks, -1), count)[1], -1)
     inside = jnp.take_along_axis(blocks, chosen[..., None], -2)
-    place = _kept(*jax.lax.top_k(inside.reshape(*logits.shape[:-1], -1), count))
+    place = jax.lax.top_k(inside.reshape(*logits.shape[:-1], -1), count)[1]
     block = jnp.take_along_axis(chosen, place // _BLOCK, -1)
     return block * _BLOCK + place % _BLOCK
 
@@ -101,13 +98,21 @@ def widened(
 ) -> tuple[Int[Array, "B K W"], Bool[Array, "B K W"]]:
     """Candidates united with each predecessor's `count` best successors by transition bias.
 
+    Predecessors are the candidates of the position before: what widening adds there is not
+    followed further.
+
     Returns:
       Ids in ascending order, and False on repetitions.
     """
     prev = predecessors(anchors, candidates)
     query = head.rows(prev) * head.gate(prev, hidden[..., None, :])
-    bias = project(query, head.w2[...][:vocabulary])
-    best = top_candidates(bias, count).reshape(*candidates.shape[:2], -1)
+    table, count = head.w2[...][:vocabulary], min(count, vocabulary)
+
+    def successors(query):  # of one position: biases of all of them would not fit
+        return top_candidates(project(query, table), count)
+
+    best = jax.lax.map(successors, jnp.swapaxes(query, 0, 1))
+    best = jnp.swapaxes(best, 0, 1).reshape(*candidates.shape[:2], -1)
     union = jnp.sort(jnp.concatenate([candidates, best], -1), -1)
     is_new = jnp.concatenate(
         [jnp.ones_like(union[..., :1], bool), union[..., 1:] != union[..., :-1]], -1

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.config import TargetConfig
+from dspark_jax.config import Geometry, TargetConfig
 from dspark_jax.nn.layers import (
     MLP,
     Attention,
@@ -42,7 +42,7 @@ class DecoderLayer(nnx.Module):
     """One pre-norm decoder layer, with Gemma's norms behind attention and MLP on request."""
 
     def __init__(self, config: TargetConfig, layer: int, dtype: DTypeLike, *, rngs: nnx.Rngs):
-        g = config.geometry
+        g = config.layer_geometry(layer)
 
         sparse = config.experts is not None and layer in config.experts.layers
         self.input_layernorm = norm(g, g.width, dtype)
@@ -55,6 +55,7 @@ class DecoderLayer(nnx.Module):
             else MLP(g, dtype, rngs=rngs)
         )
         self.mlp_norm = norm(g, g.width, dtype) if g.sandwich_norms else None
+        self.layer_scalar = nnx.Param(jnp.ones((1,), dtype)) if g.layer_scalar else None
         self.geometry = g
         self.window = config.window(layer)
 
@@ -81,7 +82,8 @@ class DecoderLayer(nnx.Module):
         out = self.self_attn.o_proj(attend(q, k, v, visible, g.scale, g.attention_softcap))
         x = x + (out if self.attention_norm is None else self.attention_norm(out))
         out = self.mlp(self.mlp_input_norm(x))
-        return x + (out if self.mlp_norm is None else self.mlp_norm(out)), cache
+        x = x + (out if self.mlp_norm is None else self.mlp_norm(out))
+        return x if self.layer_scalar is None else x * self.layer_scalar[...], cache
 
 
 class Target(nnx.Module):
@@ -118,10 +120,13 @@ class Target(nnx.Module):
 
     def init_cache(self, batch: int, slots: int) -> tuple[LayerCache, ...]:
         """Empty keys and values, one pair a layer."""
-        g = self.config.geometry
-        shape = (batch, g.kv_heads, slots, g.head_dim)
         dtype = self.embed_tokens[...].dtype
-        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.layers)
+
+        def empty(g: Geometry) -> LayerCache:
+            shape = (batch, g.kv_heads, slots, g.head_dim)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        return tuple(empty(layer.geometry) for layer in self.layers)
 
     def __call__(
         self,

@@ -41,7 +41,11 @@ def drafter_config(
         mlp_bias=False,
         qk_norm=True,
         norm_offset=False,
+        norm_fp32=False,
         sandwich_norms=False,
+        value_from_key=False,
+        unit_values=False,
+        layer_scalar=False,
         attention_scale=None,
         attention_softcap=None,
     )
@@ -72,22 +76,21 @@ def measure_scales(
 
 
 def continued(config: DrafterConfig, folder: Path) -> Drafter:
-    """The parameters of an earlier drafter in a new config; the block size may differ.
+    """The parameters of an earlier drafter in a new config, which differs in the block size alone.
 
     Raises:
-      ValueError: a parameter is absent on one side, or its shape differs.
+      ValueError: another field differs.
     """
-    wanted, before = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))), native.load(folder)
-    ours, theirs = (
-        {".".join(map(str, path)): v.shape for path, v in nnx.to_flat_state(nnx.state(m))}
-        for m in (wanted, before)
-    )
-    changed = sorted(p for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p))
-    if changed:
-        raise ValueError(
-            f"drafter.start = {str(folder)!r} does not fit: {changed[0]} is "
-            f"{theirs.get(changed[0])} there, {ours.get(changed[0])} here"
-        )
+    before = native.load(folder)
+    theirs = dataclasses.replace(before.config, block_size=config.block_size)
+    for field in dataclasses.fields(config):
+        there, here = getattr(theirs, field.name), getattr(config, field.name)
+        if there != here:
+            raise ValueError(
+                f"drafter.start = {str(folder)!r} does not fit: {field.name} is {there} there, "
+                f"{here} here"
+            )
+    wanted = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(wanted), nnx.state(before))
 
 

@@ -1,7 +1,9 @@
 """AdamW with a linear warm-up and a cosine to zero."""
 
+import jax
 import optax
 
+from dspark_jax.base import Params
 from dspark_jax.config import Optimizer
 
 
@@ -24,5 +26,13 @@ def build(config: Optimizer, steps: int) -> optax.GradientTransformation:
             b2=config.beta2,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            mask=_decayed,
         ),
+    )
+
+
+def _decayed(params: Params) -> Params:
+    """Everything but stored constants, which no gradient reaches."""
+    return jax.tree.map_with_path(
+        lambda path, _: "layer_scalar" not in jax.tree_util.keystr(path), params
     )

@@ -65,7 +65,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         head=_head(hf, rank),
         confidence=Confidence(with_markov=with_markov) if confident else None,
         embedding_scale=geometry.width**0.5 if is_gemma else None,
-        logit_softcap=hf.get("final_logit_softcapping") if is_gemma else None,
+        logit_softcap=(hf.get("final_logit_softcapping") or None) if is_gemma else None,
     )
 
 
@@ -125,6 +125,7 @@ def _gemma_geometry(hf: Mapping[str, Any]) -> Geometry:
         norm_fp32=True,
         sandwich_norms=True,
         value_from_key=required(hf, "attention_k_eq_v"),
+        unit_values=True,
         layer_scalar=True,
         attention_scale=1.0,
     )

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from dspark_jax.config import Experts, Geometry, Rotary, TargetConfig
 from dspark_jax.nn.target import Target
-from dspark_jax.weights import gguf
+from dspark_jax.weights import gemma4, gguf
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
@@ -22,7 +22,9 @@ from dspark_jax.weights.tensors import (
     required,
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma4_text",
+)  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROTARY_NAMES = {
     "default": "none",
@@ -109,23 +111,28 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
         raise CheckpointError(f"model_type = {family!r}: supported are {', '.join(FAMILIES)}")
     if "quantization_config" in hf:
         raise CheckpointError("quantization_config is present: dequantise the target first")
-    if family.startswith("gemma"):
+    if family in ("gemma2", "gemma3_text"):
         _check_gemma(hf, family)
     gemma, layers = family.startswith("gemma"), required(hf, "num_hidden_layers")
     full, sliding = rotaries(hf)
     width = required(hf, "hidden_size")
+    if family == "gemma4_text":
+        geometry, full_geometry = gemma4.geometries(hf, full)
+    else:
+        geometry, full_geometry = _geometry(hf, family, full), None
     return TargetConfig(
         family=family,
         vocab_size=required(hf, "vocab_size"),
         num_layers=layers,
-        geometry=_geometry(hf, family, full),
+        geometry=geometry,
+        full_geometry=full_geometry,
         max_length=required(hf, "max_position_embeddings"),
         windows=_windows(hf, family, layers),
         sliding_rotary=sliding,
         experts=_experts(hf, layers) if family == "qwen3_moe" else None,
         tied=bool(hf.get("tie_word_embeddings", gemma)),
         embedding_scale=width**0.5 if gemma else None,
-        logit_softcap=hf.get("final_logit_softcapping") if gemma else None,
+        logit_softcap=(hf.get("final_logit_softcapping") or None) if gemma else None,
     )
 
 
@@ -198,6 +205,8 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     if kind not in _ROTARY_NAMES:
         raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
     partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if fields.get("rope_interleave") or hf.get("rope_interleave"):
+        raise CheckpointError("rope_interleave = true: supported is the half-split layout")
     if kind in ("default", "proportional"):
         return Rotary(theta=float(theta), scaling=_ROTARY_NAMES[kind], partial=float(partial))
     if kind == "yarn" and fields.get("truncate") is False:

@@ -50,7 +50,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         head=Markov(rank=rank, gate="linear") if rank else None,
         embedding_scale=fields.get("input_embedding_scale"),
         logit_multiplier=float(fields.get("output_multiplier") or 1.0),
-        logit_softcap=fields.get("final_logit_softcapping"),
+        logit_softcap=fields.get("final_logit_softcapping") or None,
         convolution=_convolution(fields) if is_second else None,
         windows=windows if any(windows) else (),
         causal=_causal(fields, windows),
