@@ -6,13 +6,14 @@ hold eagerly, under `jax.jit`, on a mesh, in fp32 and in fp64: the mathematics a
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from dspark_jax.config import Convolution, DrafterConfig, Markov
@@ -23,6 +24,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.sampling import Sampling, draw, law
 from dspark_jax.train.losses import draft_logits
 
+Module = TypeVar("Module", bound=nnx.Module)
 LIMITS = {"float32": 1e-6, "float64": 1e-12}  # of the largest value of the reference side
 _FEW = 16  # candidates where a statement needs some
 _NARROW = 128  # vocabulary where a statement needs a table over all of it
@@ -70,6 +72,12 @@ def make_case(target: Target, drafter: Drafter, rows: int = 8, length: int = 24)
         anchors=jnp.asarray(draws[:, -1], jnp.int32),
         keys=jax.random.split(jax.random.key(0), (rows, drafter.config.block_size)),
     )
+
+
+def cast(module: Module, dtype: DTypeLike) -> Module:
+    """The same parameters in another precision."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(x, dtype), state))
 
 
 @dataclasses.dataclass(frozen=True)

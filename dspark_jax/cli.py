@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import jax.numpy as jnp
 import tyro
 
@@ -18,6 +19,7 @@ from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import summarise
+from dspark_jax.nn.selector import TopK
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train import session
@@ -34,8 +36,10 @@ class Models:
     drafter: str = "bundled"  # bundled, none, or a folder
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and caches
     mesh: str | None = None  # devices to split over, as in data=2,tensor=4
-    candidates: int = 0  # walk over the k best tokens of each position, 0 = the vocabulary
+    candidates: int | None = None  # walk over this many best tokens a position; 0 = the vocabulary
     widen: int = 0  # candidates also hold each predecessor's best successors, this many
+    search: TopK = "exact"  # how the best tokens are found
+    walk: Literal["scan", "associative"] = "scan"  # how a table of candidates is walked
     block_size: int = 0  # drafted tokens a round, at most the drafter's; 0 = the drafter's
 
 
@@ -72,6 +76,7 @@ class CheckEquivalence:
     target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
     drafter: str = "bundled"  # bundled, or a folder
     rows: int = 8  # blocks
+    dtype: Literal["float32", "float64"] = "float32"  # fp64: is it the mathematics that agree?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +179,10 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     target = load_target(models.target, dtype)
     drafter = load_drafter(models.drafter, target.model, dtype)
     stops = target.tokenizer.stop_tokens
-    cut = Candidates(count=models.candidates, widen=models.widen)
+    count = models.candidates
+    if count is None:
+        count = drafter.config.candidates if drafter is not None else 0
+    cut = Candidates(count=count, widen=models.widen, method=models.search, walk=models.walk)
     speculative = engine(
         target.model, drafter, stops, mesh=mesh, candidates=cut, block_size=models.block_size
     )
@@ -323,8 +331,10 @@ def run_check_equivalence(args: CheckEquivalence) -> None:
             f"drafter = {args.drafter!r}, rows = {args.rows}: name a drafter, at least one row"
         )
     target = load_target(args.target).model
-    case = check.make_case(target, load_drafter(args.drafter, target), args.rows)
-    findings = list(check.check(case))
+    drafter = load_drafter(args.drafter, target)
+    with jax.enable_x64(args.dtype == "float64"):
+        target, drafter = (check.cast(module, args.dtype) for module in (target, drafter))
+        findings = list(check.check(check.make_case(target, drafter, args.rows)))
     report.print_findings(findings)
     if not all(f.passed for f in findings):
         raise SystemExit(1)

@@ -161,6 +161,7 @@ class DrafterConfig:
     convolution: Convolution | None = None  # DFlash-2's local convolutions, None = none
     windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
     causal: tuple[bool, ...] = ()  # layers whose block rows see no later row; () = none
+    candidates: int = 0  # C it is walked over unless told otherwise; 0 = the vocabulary
 
     def __post_init__(self):
         if any(window is not None and window < 1 for window in self.windows):

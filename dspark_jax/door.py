@@ -7,6 +7,7 @@ from dspark_jax.config import Options, TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.answer import Answer, Prompt
 from dspark_jax.decode.engine import engine
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import Summary, summarise
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import session
@@ -18,6 +19,8 @@ def generate(
     drafter: Drafter | None,
     prompts: Sequence[str | Prompt],
     batch_size: int = 1,
+    candidates: Candidates | None = None,
+    block_size: int = 0,
     **options,
 ) -> list[Answer]:
     """Answers prompts; the output is the target's own, whatever the drafter.
@@ -27,9 +30,12 @@ def generate(
       drafter: from `load_drafter`; None = plain decoding.
       prompts: texts, or conversations.
       batch_size: prompts decoded together.
+      candidates: how a block's vocabulary is cut before the walk; None = as the drafter says.
+      block_size: drafted tokens a round, at most the drafter's; 0 = the drafter's.
       **options: fields of `Options`.
     """
-    one = engine(target.model, drafter, target.tokenizer.stop_tokens)
+    cut = {"candidates": candidates, "block_size": block_size}
+    one = engine(target.model, drafter, target.tokenizer.stop_tokens, **cut)
     return list(
         answer.answers(one, target.tokenizer, _prompts(prompts), Options(**options), batch_size)
     )
@@ -51,7 +57,7 @@ def evaluate(
     batch_size: int = 1,
     **options,
 ) -> Summary:
-    """Accepted length and acceptance by position, pooled over all rounds."""
+    """Accepted length and acceptance by position, pooled over all rounds; options of `generate`."""
     return summarise(generate(target, drafter, prompts, batch_size, **options))
 
 

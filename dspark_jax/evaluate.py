@@ -1,7 +1,9 @@
 """Accepted length and per-position acceptance over prompt sets, pooled over all rounds."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from dspark_jax.decode.answer import Answer
 
@@ -15,6 +17,7 @@ class Summary:
     rounds: int  # draft-and-verify rounds, summed over rows
     committed: int  # tokens committed by rounds: all but each answer's first
     survived: tuple[int, ...]  # rounds in which draft position k was accepted
+    interval: tuple[float, float] | None  # of the accepted length: 95%, prompts drawn again
     seconds: float  # wall time of all batches
 
     @property
@@ -50,6 +53,7 @@ class Summary:
             "tokens": self.tokens,
             "rounds": self.rounds,
             "accepted_length": _rounded(self.accepted_length),
+            "interval": self.interval and [_rounded(x) for x in self.interval],
             "survival": [_rounded(x) for x in self.survival],
             "acceptance": [_rounded(x) for x in self.acceptance],
             "calls_per_token": _rounded(self.calls_per_token),
@@ -72,5 +76,17 @@ def summarise(answers: Iterable[Answer]) -> Summary:
         rounds=sum(a.generation.rounds for a in answers),
         committed=sum(len(a.generation.tokens) - 1 for a in with_rounds),
         survived=tuple(sum(column) for column in positions),
+        interval=_interval(with_rounds),
         seconds=sum(a.seconds * len(a.generation.tokens) / max(a.batch_tokens, 1) for a in answers),
     )
+
+
+def _interval(answers: Sequence[Answer], draws: int = 2000) -> tuple[float, float] | None:
+    """Percentile bootstrap of the pooled ratio; None with fewer than two answers."""
+    if len(answers) < 2:
+        return None
+    counts = np.asarray([(len(a.generation.tokens) - 1, a.generation.rounds) for a in answers])
+    chosen = np.random.default_rng(0).integers(len(answers), size=(draws, len(answers)))
+    committed, rounds = counts[chosen].sum(1).T
+    low, high = np.percentile(committed / rounds, [2.5, 97.5])
+    return float(low), float(high)

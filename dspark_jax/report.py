@@ -85,16 +85,19 @@ def print_summaries(rows: Sequence[tuple[str, Summary]], is_json: bool) -> None:
         for name, summary in rows:
             print(json.dumps({"prompts": name, **summary.record()}), flush=True)
         return
-    table = Table(title="accepted length = committed tokens / rounds, the bonus counted")
+    table = Table(
+        title="accepted length = committed tokens / rounds, the bonus counted (95% over prompts)"
+    )
     for column in ("prompts", "answers", "tokens", "rounds", "accepted length", "tokens/s"):
         table.add_column(column, justify="right")
     table.add_column("accepted at position k, of rounds that reached it")
     for name, s in rows:
         by_position = " ".join(f"{x:.2f}" for x in s.acceptance)
         counts = (str(s.answers), str(s.tokens), str(s.rounds))
-        table.add_row(
-            name, *counts, _number(s.accepted_length), f"{s.tokens_per_second:.1f}", by_position
-        )
+        length = _number(s.accepted_length)
+        if s.interval:
+            length += " ({:.2f}..{:.2f})".format(*s.interval)
+        table.add_row(name, *counts, length, f"{s.tokens_per_second:.1f}", by_position)
     out.print(table)
 
 

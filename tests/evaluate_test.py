@@ -39,3 +39,13 @@ def test_answers_of_a_batch_share_its_wall_time():
     summary = summarise([answer(6, 2, (2,)), answer(4, 2, (1,))])
     assert summary.seconds == 2.0
     assert summary.tokens_per_second == 5.0
+
+
+def test_the_interval_draws_prompts_again():
+    """Equal prompts have no spread; unequal ones have the pooled ratio inside; one has none."""
+    same = summarise([answer(7, 2, (2, 1)), answer(7, 2, (2, 1))])
+    assert same.interval == (3.0, 3.0)
+    mixed = summarise([answer(1 + 4 * n, 4, (4, n)) for n in range(1, 9)])
+    low, high = mixed.interval
+    assert 1 < low < mixed.accepted_length < high < 8
+    assert summarise([answer(7, 2, (2, 1))]).interval is None

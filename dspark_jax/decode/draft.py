@@ -98,13 +98,13 @@ class DrafterProposer:
 
 
 def proposer(
-    drafter: Drafter | None, candidates: Candidates = Candidates(), block_size: int = 0
+    drafter: Drafter | None, candidates: Candidates | None = None, block_size: int = 0
 ) -> tuple[DrafterProposer | NoProposer, Params]:
     """The functions and parameters of a drafter; None = plain decoding.
 
     Args:
       drafter: what drafts.
-      candidates: how a block's vocabulary is cut.
+      candidates: how a block's vocabulary is cut; None = as the drafter says.
       block_size: drafted tokens a round; 0 = the drafter's own.
 
     Raises:
@@ -120,4 +120,6 @@ def proposer(
             "(0 = all of them)"
         )
     size = block_size or trained
+    if candidates is None:
+        candidates = Candidates(count=drafter.config.candidates)
     return DrafterProposer(graphdef=graphdef, block_size=size, candidates=candidates), params

@@ -233,7 +233,7 @@ def engine(
     drafter: Drafter | None,
     stop_tokens: Sequence[int] = (),
     mesh: Mesh | None = None,
-    candidates: Candidates = Candidates(),
+    candidates: Candidates | None = None,
     block_size: int = 0,
     **options: int,
 ) -> Engine:
@@ -244,7 +244,7 @@ def engine(
       drafter: what proposes.
       stop_tokens: ids that end an answer.
       mesh: devices to split parameters and batches over.
-      candidates: how a block's vocabulary is cut before the walk.
+      candidates: how a block's vocabulary is cut before the walk; None = as the drafter says.
       block_size: drafted tokens a round, at most the drafter's; 0 = the drafter's.
       **options: `chunk` and `smallest_bucket` of the engine.
 

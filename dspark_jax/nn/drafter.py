@@ -76,7 +76,7 @@ class Heads(nnx.Module):
           embedding: the lent one, for heads that read it.
         """
         if self.head is None:
-            return (), lambda state, prev, hidden: (state, jnp.zeros((), jnp.float32))
+            return (), lambda state, prev, hidden: (state, jnp.zeros((rows, 1), jnp.float32))
         table = self.head.w2[...][among]
 
         def step(state, prev, hidden):

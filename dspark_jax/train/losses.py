@@ -84,8 +84,6 @@ def draft_logits(
     `among` are the tokens of the lent head, where it holds but some.
     """
     base = heads.base_logits(lent, hidden)
-    if heads.head is None:
-        return base, base
     state, transition = heads.transition(hidden.shape[0], among, lent.embedding)
     bias = follow(transition, state, prevs.T, jnp.swapaxes(hidden, 0, 1))
     return base, base + jnp.moveaxis(bias, 0, 1)

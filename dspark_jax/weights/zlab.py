@@ -54,6 +54,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         convolution=_convolution(fields) if is_second else None,
         windows=windows if any(windows) else (),
         causal=_causal(fields, windows),
+        candidates=required(fields, "selector_top_k") if is_second else 0,
     )
 
 

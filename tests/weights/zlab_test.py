@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from dspark_jax.config import Convolution, Markov
+from dspark_jax.decode.draft import proposer
+from dspark_jax.decode.propose import Candidates
 from dspark_jax.weights import zlab
 from dspark_jax.weights.tensors import CheckpointError
 
@@ -23,6 +25,9 @@ def test_block_size_counts_their_anchor_and_the_selector_is_a_linear_gate(hf):
     assert (config.block_size, config.num_inputs, config.predict_from_anchor) == (7, 8, False)
     assert config.head == Markov(rank=12, gate="linear")
     assert config.convolution == Convolution(kernel_size=2, group_size=16)
+    assert config.candidates == hf["dflash_config"]["selector_top_k"]  # C37
+    functions, _ = proposer(zlab.read(GOLDENS / "dflash2_qwen3"))
+    assert functions.candidates == Candidates(count=config.candidates)
 
 
 @pytest.mark.parametrize(
