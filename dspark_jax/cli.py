@@ -7,110 +7,31 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import tyro
 
 from dspark_jax import bench, check, goldens, replay, report
+from dspark_jax.arguments import (
+    BenchCandidates,
+    BenchWalk,
+    CheckEquivalence,
+    CheckGoldens,
+    Evaluate,
+    Generate,
+    Models,
+)
 from dspark_jax.config import Markov, Options, TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import summarise
-from dspark_jax.nn.selector import TopK
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train import session
 from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
-
-Flat = tyro.conf.OmitArgPrefixes
-
-
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """Which models, in which precision, on which devices."""
-
-    target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
-    drafter: str = "bundled"  # bundled, none, or a folder
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and caches
-    mesh: str | None = None  # devices to split over, as in data=2,tensor=4
-    candidates: int | None = None  # walk over this many best tokens a position; 0 = the vocabulary
-    widen: int = 0  # candidates also hold each predecessor's best successors, this many
-    search: TopK = "exact"  # how the best tokens are found
-    walk: Literal["scan", "associative"] = "scan"  # how a table of candidates is walked
-    block_size: int = 0  # drafted tokens a round, at most the drafter's; 0 = the drafter's
-
-
-@dataclasses.dataclass(frozen=True)
-class Generate:
-    """Decode prompts losslessly with a target and a drafter."""
-
-    prompt: str | None = None  # one prompt; without any, standard input is read, one a line
-    prompts: Path | None = None  # JSON lines with `turns` or `messages`
-    limit: int | None = None  # only the first prompts of the file
-    batch_size: int = 1  # prompts decoded together
-    compare: bool = False  # also decode without the drafter, and print both
-    json: bool = False  # one JSON object a line
-    models: Flat[Models] = Models()
-    options: Flat[Options] = Options()
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """Measure accepted length and acceptance by position over prompt files."""
-
-    prompts: tyro.conf.Positional[tuple[str, ...]]  # FILE.jsonl or FILE.jsonl:N for the first N
-    batch_size: int = 1  # prompts decoded together
-    first_turn: bool = True  # answer the first turn of each prompt only
-    json: bool = False  # one JSON object a file, then the pooled one
-    models: Flat[Models] = Models()
-    options: Flat[Options] = Options()
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckEquivalence:
-    """Check the equivalences between heads and walks on a drafter; exit 1 if one fails."""
-
-    target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
-    drafter: str = "bundled"  # bundled, or a folder
-    rows: int = 8  # blocks
-    dtype: Literal["float32", "float64"] = "float32"  # fp64: is it the mathematics that agree?
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckGoldens:
-    """Compare folders of reference outputs with ours; exit 1 beyond the tolerance."""
-
-    folders: tyro.conf.Positional[tuple[Path, ...]]  # checkpoints with expected.safetensors
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchWalk:
-    """Time the sequential full-vocabulary walk against candidate walks, in one run."""
-
-    vocabularies: tuple[int, ...] = (49152, 151936)  # V
-    block_sizes: tuple[int, ...] = (7, 15)  # K
-    batch_sizes: tuple[int, ...] = (1, 8, 64)  # B
-    candidates: tuple[int, ...] = (16, 64)  # k
-    rank: int = 256  # of the Markov tables
-    repeats: int = 7  # timed calls of each, interleaved
-    json: bool = False  # one JSON object a row
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchCandidates:
-    """Accepted length of greedy decoding at several numbers of candidates, paired by answer."""
-
-    prompts: tyro.conf.Positional[tuple[str, ...]]  # FILE.jsonl or FILE.jsonl:N for the first N
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 0)  # candidates; 0 = the vocabulary
-    widen: tuple[int, ...] = (1, 4)  # with 16 candidates, each predecessor's best successors too
-    target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
-    drafter: str = "bundled"  # bundled, or a folder
-    batch_size: int = 8  # prompts answered together
-    max_new_tokens: int = 128  # new tokens an answer, at most
-    json: bool = False  # one JSON object a row
 
 
 def main(argv: list[str] | None = None) -> None:
