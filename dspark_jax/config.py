@@ -208,6 +208,10 @@ class DrafterRecipe:
     predict_from_anchor: bool = True  # DSpark layout; False = z-lab DFlash
     head: Head | None = Markov()  # correction head
     confidence: Confidence | None = Confidence()  # confidence head
+    convolution: Convolution | None = None  # DFlash-2's local convolutions
+    window: int | None = None  # sliding window of every layer, None = full attention
+    is_causal: bool = False  # block rows see no later row
+    candidates: int = 0  # C it is walked over by default; 0 = the vocabulary (DFlash-2: 16)
     start: str = "random"  # random, target_last (its last layers copied), or a drafter's folder
     scale_features: bool = False  # measure each tap and bring it to unit mean square
 

@@ -93,7 +93,7 @@ def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
 def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
     """The model card: what was trained, for which target, on what."""
     c = drafter.config
-    head = "none" if c.head is None else f"Markov, {c.head.gate}, rank {c.head.rank}"
+    head = "none" if c.head is None else str(c.head)
     samples = len(corpus.conversations)
     supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
     return f"""# Drafter for {config.target}

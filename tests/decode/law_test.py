@@ -189,6 +189,22 @@ def test_the_law_holds_for_every_head_with_and_without_candidates(head, cut):
     assert_follows(cells, plain_law(laws_of(TARGET, 1.0)))
 
 
+@pytest.mark.parametrize(
+    ("head", "size", "temperature", "filters"),
+    [
+        ("vanilla", 1, 0.3, {"top_k": 2}),
+        ("linear", 2, 1.7, {"top_p": 0.8}),
+        ("gated", 3, 0.3, {"top_k": 2, "top_p": 0.9}),
+        ("domino", 2, 1.7, {"top_k": 2}),
+    ],
+)
+def test_filters_act_behind_the_cut_to_candidates(head, size, temperature, filters):
+    """C02: p and q are filtered alike, q after the cut."""
+    proposer, params = head_drafter(HEADS[head], CUTS["two candidates"], size)
+    cells = sampled_outputs(proposer, params, how_of(MANY, temperature, **filters))
+    assert_follows(cells, plain_law(laws_of(TARGET, temperature, **filters)))
+
+
 def head_drafter(head, cut: Candidates, size: int, width: int = 4):
     """A proposer with a random head over random hidden states, and its parameters."""
     draws = np.random.default_rng(3)
