@@ -8,6 +8,7 @@ import tyro
 
 from dspark_jax.config import Options
 from dspark_jax.nn.selector import TopK
+from dspark_jax.weights.load import Format
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -95,3 +96,21 @@ class BenchCandidates:
     batch_size: int = 8  # prompts answered together
     max_new_tokens: int = 128  # new tokens an answer, at most
     json: bool = False  # one JSON object a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write a drafter in another format."""
+
+    source: tyro.conf.Positional[str]  # a drafter's folder, or bundled
+    folder: tyro.conf.Positional[Path]  # where to; must not hold a checkpoint
+    to: Format  # the format to write
+    target: str = "smollm2"  # what the drafter was made for
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Say what a drafter's folder holds."""
+
+    folder: tyro.conf.Positional[str]  # a drafter's folder, or bundled

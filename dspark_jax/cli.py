@@ -19,8 +19,10 @@ from dspark_jax.arguments import (
     BenchWalk,
     CheckEquivalence,
     CheckGoldens,
+    Convert,
     Evaluate,
     Generate,
+    Inspect,
     Models,
 )
 from dspark_jax.config import Markov, Options, TrainConfig
@@ -31,7 +33,8 @@ from dspark_jax.evaluate import summarise
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train import session
-from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
+from dspark_jax.weights.load import BUNDLED, LoadedTarget, convert, load_drafter, load_target
+from dspark_jax.weights.load import format_of as drafter_format
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,6 +51,10 @@ def main(argv: list[str] | None = None) -> None:
                 run_evaluate(_parse(Evaluate, argv))
             case ["train"]:
                 run_train(argv[1:])
+            case ["convert"]:
+                run_convert(_parse(Convert, argv))
+            case ["inspect"]:
+                run_inspect(_parse(Inspect, argv))
             case ["check"] if argv[1:2] == ["equivalence"]:
                 run_check_equivalence(_parse(CheckEquivalence, argv, 2))
             case ["check"] if argv[1:2] == ["goldens"]:
@@ -73,10 +80,12 @@ def _usage(argv: list[str]) -> None:
     if argv and not is_asked:
         report.err.print(f"error: unknown verb {' '.join(argv[:2])!r}", markup=False)
     report.out.print(
-        "usage: dspark {generate,evaluate,train,check,bench} ...\n\n"
+        "usage: dspark {generate,evaluate,train,convert,inspect,check,bench} ...\n\n"
         "  generate           decode prompts losslessly with a target and a drafter\n"
         "  evaluate           accepted length and acceptance by position over prompt files\n"
         "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
+        "  convert            write a drafter in another format\n"
+        "  inspect            say what a drafter's folder holds\n"
         "  check equivalence  the equivalences between heads and walks, on a drafter\n"
         "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
         "  bench walk         candidate walks against the full-vocabulary walk\n"
@@ -314,3 +323,24 @@ def run_bench_candidates(args: BenchCandidates) -> None:
     if total is None:
         raise ValueError("no answer took a round: nothing to compare")
     report.print_candidates(list(zip(cuts, total, strict=True)), args.json)
+
+
+def run_convert(args: Convert) -> None:
+    """`dspark convert`."""
+    source = _folder(args.source)
+    card = source / "README.md"
+    said = card.read_text(encoding="utf-8") if card.exists() else f"# Drafter for {args.target}\n"
+    origin = f"\nWritten as {args.to} from {source.name} ({drafter_format(source)}).\n"
+    target = load_target(args.target).model
+    convert(source, args.folder, args.to, target, jnp.dtype(args.dtype), said + origin)
+    report.out.print(f"{args.folder}: {args.to}, {args.dtype}", highlight=False)
+
+
+def run_inspect(args: Inspect) -> None:
+    """`dspark inspect`."""
+    folder = _folder(args.folder)
+    report.print_drafter(drafter_format(folder), load_drafter(str(folder)), folder / "README.md")
+
+
+def _folder(name: str) -> Path:
+    return BUNDLED if name == "bundled" else Path(name).expanduser()

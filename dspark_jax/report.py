@@ -3,7 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+import jax
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +17,7 @@ from dspark_jax.decode.engine import Generation
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import Summary
 from dspark_jax.goldens import Difference
+from dspark_jax.nn.drafter import Drafter
 from dspark_jax.replay import Replay
 
 out, err = Console(soft_wrap=True), Console(stderr=True)
@@ -166,4 +170,37 @@ def print_candidates(rows: Sequence[tuple[Candidates, Replay]], is_json: bool) -
         ratio = "-" if full is None else f"{r.accepted_length / full - 1:+.1%}"
         recall = " ".join(f"{x:.3f}" for x in r.recall)
         table.add_row(name or str(cut.count), f"{r.accepted_length:.3f}", ratio, recall)
+    out.print(table)
+
+
+def print_drafter(kind: str, drafter: Drafter, card: Path) -> None:
+    """What a drafter is, field by field, and what its card says of accepted lengths."""
+    c, g = drafter.config, drafter.config.geometry
+    layout = "anchor + masks, slot k predicts behind it" if c.predict_from_anchor else (
+        "anchor + masks, row i predicts its own position"
+    )  # fmt: skip
+    sizes = [value.size for value in jax.tree.leaves(nnx.state(drafter))]
+    table = Table(show_header=False)
+    rows = {
+        "format": kind,
+        "layout": layout,
+        "drafted tokens a round": c.block_size,
+        "backbone": f"{c.num_layers} layers, width {g.width}, MLP {g.mlp_width}, "
+        f"{g.heads} query and {g.kv_heads} key heads of {g.head_dim}",
+        "windows": c.windows or "full attention",
+        "causal layers": sum(c.causal),
+        "convolutions": c.convolution or "none",
+        "taps": list(c.target_layer_ids),
+        "mask token": c.mask_token,
+        "head": c.head or "none (DFlash)",
+        "candidates": c.candidates or "the vocabulary",
+        "confidence head": c.confidence or "none",
+        "vocabulary": c.vocab_size,
+        "parameters": f"{sum(sizes):,}",
+    }
+    said = card.read_text(encoding="utf-8").splitlines() if card.exists() else []
+    measured = [line.strip("| ") for line in said if "accepted length" in line.lower()]
+    rows["card"] = "; ".join(measured) or "says no accepted length"
+    for name, value in rows.items():
+        table.add_row(name, str(value))
     out.print(table)

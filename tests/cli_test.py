@@ -281,3 +281,22 @@ def test_bench_candidates_pairs_every_cut(run, tmp_path):
     assert [(row["candidates"], row["widen"]) for row in rows] == [(2, 0), (0, 0), (16, 3)]
     assert rows[1]["recall"] == [1.0] * 3
     assert "to the full walk" in run("bench", "candidates", str(prompts), *options)
+
+
+def test_a_drafter_is_converted_and_inspected(target_folder, drafter_folder, tmp_path, capsys):
+    there, back = tmp_path / "deepspec", tmp_path / "native"
+    target = ["--target", str(target_folder), "--dtype", "float32"]
+    cli.main(["convert", str(drafter_folder), str(there), "--to", "deepspec", *target])
+    cli.main(["convert", str(there), str(back), "--to", "native", *target])
+    before, after = (load_file(f / "model.safetensors") for f in (drafter_folder, back))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    assert "from deepspec (deepspec)" in (back / "README.md").read_text()
+    capsys.readouterr()
+    cli.main(["inspect", str(there)])
+    out = capsys.readouterr().out
+    assert "deepspec" in out and "Markov(rank=4" in out
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["convert", str(there), str(tmp_path / "x"), "--to", "dflash2", *target])
+    assert stopped.value.code == 2
+    assert "predict_from_anchor = True" in capsys.readouterr().err

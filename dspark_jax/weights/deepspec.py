@@ -13,8 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Confidence, DrafterConfig, Geometry, Markov, Recurrent
+from dspark_jax.config import (
+    Confidence,
+    DrafterConfig,
+    Geometry,
+    Markov,
+    Recurrent,
+    TargetConfig,
+)
 from dspark_jax.nn.drafter import Drafter, Lent
+from dspark_jax.weights import export
 from dspark_jax.weights.targets import rotaries
 from dspark_jax.weights.tensors import (
     CheckpointError,
@@ -157,3 +165,63 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
     build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
     drafter = fill(build, tensors, namer(config), dtype)
     return drafter, lent
+
+
+def write(
+    folder: Path,
+    drafter: Drafter,
+    lent: Lent,
+    target: TargetConfig,
+    dtype: DTypeLike,
+    card: str = "",
+) -> None:
+    """Writes a drafter as DeepSpec's, with copies of the target's embedding and lm head.
+
+    Raises:
+      CheckpointError: the format cannot hold it, with every reason.
+    """
+    c = drafter.config
+    export.refuse("DeepSpec", [*export.unlike_qwen3(c), *_objections(c)])
+    markov = {} if c.head is None else {"markov_head_type": getattr(c.head, "gate", "rnn")}
+    sees = {} if c.confidence is None else {
+        "confidence_head_with_markov": c.confidence.with_markov
+    }  # fmt: skip
+    fields = {
+        "architectures": ["Qwen3DSparkModel"],
+        **export.backbone_fields(c, target.max_length, dtype),
+        "num_target_layers": target.num_layers,
+        "target_layer_ids": list(c.target_layer_ids),
+        "block_size": c.block_size,
+        "mask_token_id": c.mask_token,
+        "markov_rank": 0 if c.head is None else c.head.rank,
+        "enable_confidence_head": c.confidence is not None,
+        **markov,
+        **sees,
+    }
+    tensors = export.tensors_of(drafter, namer(c), dtype)
+    tensors |= {
+        _EMBEDDING: jnp.asarray(lent.embedding, dtype),
+        _HEAD: jnp.asarray(lent.head, dtype),
+    }
+    export.write(folder, fields, tensors, card)
+
+
+def _objections(c: DrafterConfig) -> list[str]:
+    """What this format has no field for."""
+    gate = getattr(c.head, "gate", None)
+    is_known = c.head is None or isinstance(c.head, Recurrent) or gate in ("vanilla", "gated")
+    unsaid = {
+        "convolution": None,
+        "windows": (),
+        "causal": (),
+        "candidates": 0,
+        "embedding_scale": None,
+        "logit_multiplier": 1.0,
+        "logit_softcap": None,
+    }
+    layout = (
+        [] if c.predict_from_anchor else ["predict_from_anchor = False: its blocks start there"]
+    )
+    head = [] if is_known else [f"head = {c.head}"]
+    rest = [f"{n} = {getattr(c, n)}" for n, default in unsaid.items() if getattr(c, n) != default]
+    return [*layout, *head, *rest]

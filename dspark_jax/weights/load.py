@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -13,6 +14,7 @@ from dspark_jax.text import Tokenizer
 from dspark_jax.weights import assets, deepspec, gguf, native, targets, zlab
 from dspark_jax.weights.tensors import CheckpointError, read_json
 
+Format = Literal["native", "deepspec", "dflash", "dflash2"]
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
 
 
@@ -67,15 +69,65 @@ def load_drafter(
     folder = BUNDLED if name == "bundled" else Path(name).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"drafter = {name!r}: no such folder; give one, 'bundled' or 'none'")
-    config = read_json(folder / "config.json")
-    if config.get("format") == native.FORMAT:
+    kind = format_of(folder)
+    if kind == "native":
         return native.load(folder, dtype)
-    if (config.get("architectures") or [None])[0] in zlab.ARCHITECTURES:
+    if kind != "deepspec":
         return zlab.read(folder, dtype)
     drafter, lent = deepspec.read(folder, dtype)
     if target is not None:
         _check_lent(folder, lent, target)
     return drafter
+
+
+def format_of(folder: Path) -> Format:
+    """Which format a drafter's folder is in, by its config.json.
+
+    Raises:
+      CheckpointError: none that is known.
+    """
+    config = read_json(folder / "config.json")
+    architecture = (config.get("architectures") or [None])[0]
+    if config.get("format") == native.FORMAT:
+        return "native"
+    if architecture in zlab.ARCHITECTURES:
+        return "dflash2" if architecture == zlab.ARCHITECTURES[1] else "dflash"
+    if architecture in deepspec.ARCHITECTURES:
+        return "deepspec"
+    known = ", ".join((*deepspec.ARCHITECTURES, *zlab.ARCHITECTURES))
+    raise CheckpointError(
+        f"{folder}: architectures = {architecture!r}: supported are {known}, and our own format"
+    )
+
+
+def convert(
+    source: Path, folder: Path, kind: Format, target: Target, dtype: DTypeLike, card: str
+) -> None:
+    """Writes a drafter in another format.
+
+    Args:
+      source: a drafter in any format that is read.
+      folder: where to.
+      kind: the format to write.
+      target: what the drafter was made for; some formats store parts of it.
+      dtype: of the tensors.
+      card: the model card.
+
+    Raises:
+      CheckpointError: the format cannot hold the drafter, with every reason.
+    """
+    drafter = load_drafter(str(source), target)
+    made_here = "dflash2" if drafter.config.head is not None else "dflash"
+    if kind in ("dflash", "dflash2") and kind != made_here:
+        raise CheckpointError(f"head = {drafter.config.head}: write it as {made_here}, not {kind}")
+    match kind:
+        case "native":
+            native.save(folder, drafter, dtype, card)
+        case "deepspec":
+            lent = Lent(embedding=target.embed_tokens[...], head=target.head)
+            deepspec.write(folder, drafter, lent, target.config, dtype, card)
+        case _:
+            zlab.write(folder, drafter, target.config, dtype, card)
 
 
 def _check_lent(folder: Path, lent: Lent, target: Target) -> None:

@@ -5,21 +5,25 @@ DFlash-2's Selector is a first-order head with a linear gate: its predecessor an
 codebooks are W1 and W2, its hidden projection is the gate.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Convolution, DrafterConfig, Geometry, Markov
+from dspark_jax.config import Convolution, DrafterConfig, Geometry, Markov, TargetConfig
 from dspark_jax.nn.drafter import Drafter
+from dspark_jax.weights import export
 from dspark_jax.weights.targets import rotaries
 from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json, required
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+_TOP_K = 16  # candidates of every published Selector
 _RENAMED = (
     (r"^backbone\.", ""),
     (r"^heads\.head\.w1$", "candidate_selector.predecessor_codebook"),
@@ -126,3 +130,78 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:
         re.sub(r"_codebook\.weight$", "_codebook", n): t for n, t in read_folder(folder).items()
     }
     return fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype)
+
+
+def write(
+    folder: Path, drafter: Drafter, target: TargetConfig, dtype: DTypeLike, card: str = ""
+) -> None:
+    """Writes a drafter as z-lab's DFlash, or as DFlash-2 if it has a linear gate.
+
+    Identity convolutions are written where a Selector stands without any.
+
+    Raises:
+      CheckpointError: the format cannot hold it, with every reason.
+    """
+    is_second = drafter.config.head is not None
+    export.refuse("DFlash-2" if is_second else "DFlash", _objections(drafter.config))
+    drafter = with_convolutions(drafter) if is_second else drafter
+    c = drafter.config
+    nested = {
+        "target_layer_ids": list(c.target_layer_ids),
+        "mask_token_id": c.mask_token,
+        "block_size": c.block_size + 1,
+    }
+    said = {
+        "output_multiplier": c.logit_multiplier if c.logit_multiplier != 1 else None,
+        "final_logit_softcapping": c.logit_softcap,
+        "input_embedding_scale": c.embedding_scale,
+    }
+    nested |= {name: value for name, value in said.items() if value is not None}
+    if is_second:
+        nested |= {
+            "selector_rank": c.head.rank,
+            "selector_top_k": c.candidates or _TOP_K,
+            "conv_kernel_size": c.convolution.kernel_size,
+            "conv_group_size": c.convolution.group_size,
+        }
+    fields = {
+        "architectures": [ARCHITECTURES[is_second]],
+        **export.backbone_fields(c, target.max_length, dtype),
+        "num_target_layers": target.num_layers,
+        "block_size": c.block_size + 1,
+        "is_causal": any(c.causal),
+        "dflash_config": nested,
+    }
+    export.write(folder, fields, export.tensors_of(drafter, name, dtype), card)
+
+
+def with_convolutions(drafter: Drafter) -> Drafter:
+    """The same drafter with identity convolutions where it has none."""
+    if drafter.config.convolution is not None:
+        return drafter
+    width = drafter.config.geometry.width
+    group = next(size for size in (16, 8, 4, 2, 1) if width % size == 0)
+    config = dataclasses.replace(drafter.config, convolution=Convolution(group_size=group))
+    dtype = drafter.backbone.fc.weight[...].dtype
+    fresh = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))()
+    known = dict(nnx.to_flat_state(nnx.state(drafter)))
+    merged = [(p, known.get(p, v)) for p, v in nnx.to_flat_state(nnx.state(fresh))]
+    return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))
+
+
+def _objections(c: DrafterConfig) -> list[str]:
+    """What this format has no field for."""
+    reasons = export.unlike_qwen3(c)
+    if c.predict_from_anchor:
+        reasons.append("predict_from_anchor = True: its blocks are the anchor and masks")
+    if c.head is not None and getattr(c.head, "gate", None) != "linear":
+        reasons.append(f"head = {c.head}: H h has no bias, so only a linear gate is a Selector")
+    if c.confidence is not None:
+        reasons.append(f"confidence = {c.confidence}")
+    if c.head is None and c.convolution is not None:
+        reasons.append("convolutions without a Selector")
+    if len(set(c.windows) - {None}) > 1:
+        reasons.append(f"windows = {c.windows}: one size for all sliding layers")
+    if len(set(c.causal)) > 1:
+        reasons.append(f"causal = {c.causal}: is_causal speaks for all layers")
+    return reasons
