@@ -1,7 +1,8 @@
-"""The bundled drafter: DSpark vanilla for SmolLM2-135M-Instruct.
+r"""The bundled drafter: DSpark vanilla for SmolLM2-135M-Instruct.
 
 dspark train configs/smollm2.py --data answers.jsonl
-dspark train configs/smollm2.py --data more.jsonl --workdir runs/second --drafter.start runs/smollm2/drafter
+dspark train configs/smollm2.py --data more.jsonl --workdir runs/second \
+    --drafter.start runs/smollm2/drafter
 
 `answers.jsonl` holds conversations the target has answered (`tokens` and `reply_start`, or
 `messages`). Hardware: 2 CPU cores; 20 minutes for the target's features of 730,000 tokens (10 GB on
