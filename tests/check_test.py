@@ -77,10 +77,7 @@ def assert_all_pass(findings: list[check.Finding], name: str):
     assert len(checked) == {"none": 6, "rnn": 5, "linear": 9}.get(name, 5 if "dom" in name else 8)
 
 
-SLOW = [
-    pytest.param(name, "eager", marks=[] if name == "vanilla" else pytest.mark.slow)
-    for name in DRAFTERS
-]
+SLOW = [pytest.param(name, "eager", marks=pytest.mark.slow) for name in DRAFTERS]
 
 
 @pytest.mark.parametrize(

@@ -238,14 +238,6 @@ def test_check_goldens_exits_1_beyond_the_tolerance(tmp_path, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_check_goldens_refuses_what_it_does_not_know(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["check", "goldens", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "neither a known drafter nor a known target" in capsys.readouterr().err
-
-
 def test_bench_walk_times_every_walk_of_every_shape(capsys):
     shape = ["--vocabularies", "300", "--block-sizes", "2", "3", "--batch-sizes", "1"]
     cli.main(["bench", "walk", *shape, "--candidates", "4", "--rank", "3", "--json"])

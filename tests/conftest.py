@@ -1,5 +1,7 @@
 """Fixtures of field-reports: a tiny target (vocabulary 97, not a multiple of 8) and drafter."""
 
+import gc
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,6 +50,29 @@ def sharpened(module: nnx.Module, factor: float = 5.0) -> nnx.Module:
     """A module with larger matrices, so that its logits are far from uniform."""
     graphdef, state = nnx.split(module)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, state))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """Programs run once or twice here: compiling them dominates."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def optimised():
+    """For tests of what the compiler makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_the_past():
+    """Collections would visit everything that earlier modules compiled, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

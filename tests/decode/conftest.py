@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,14 +26,6 @@ PROMPTS = {
 }
 SHAPES = {"chunk": 16, "smallest_bucket": doubles.SLOTS}
 VOCABULARY = 97
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation():
-    """Programs run once or twice here: compiling them dominates."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def sorts(function, *shape: int) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "vocabulary"), [("exact", 49152), ("exact", 2000), ("approx", 49152)]
 )
-def test_no_full_sort_is_compiled_for_a_sliced_top_k(method, vocabulary):
+def test_no_full_sort_is_compiled_for_a_sliced_top_k(method, vocabulary, optimised):
     """P07: XLA-CPU sorts the whole vocabulary if a top-k's own result is sliced."""
 
     def adjacent(search):

@@ -169,7 +169,7 @@ def test_the_lent_head_gets_no_gradient_at_all(tiny_drafter, hidden, given, lent
     assert not jnp.any(jax.jit(jax.grad(total))(lent).head)
 
 
-def test_peak_memory_does_not_grow_with_the_blocks(tiny_drafter):
+def test_peak_memory_does_not_grow_with_the_blocks(tiny_drafter, optimised):
     """T09: logits exist for one chunk; only the gradient of the hidden states is kept."""
     vocabulary, width, chunk = 4096, 8, 4
     geometry = dataclasses.replace(tiny_drafter.config.geometry, width=width)
