@@ -21,7 +21,7 @@ from dspark_jax.decode.propose import Candidates
 from dspark_jax.decode.verify import rule
 from dspark_jax.nn import selector
 from dspark_jax.nn.domino import DominoHead
-from dspark_jax.nn.drafter import Drafter, Lent, first_order
+from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.sampling import Sampling, law
 from dspark_jax.train import anchors, step
 from dspark_jax.train.losses import draft_logits
@@ -231,8 +231,8 @@ def _rounds(drafter: Drafter, lent: Lent, features, expected: Expected, cut: Can
 
 
 def _dflash(folder: Path, expected: Expected) -> Iterator[Difference]:
-    drafter, hf = zlab.read(folder), read_json(folder / "config.json")
-    count = required(hf["dflash_config"], "selector_top_k") if first_order(drafter.config) else 0
+    drafter = zlab.read(folder)
+    count = drafter.config.candidates
     lent = Lent(
         embedding=jnp.asarray(expected["target_embed"]),
         head=jnp.asarray(expected["target_lm_head"]),

@@ -23,12 +23,11 @@ from dspark_jax.config import DrafterConfig, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import data, features, initial, optimizer, vocabulary
-from dspark_jax.train.losses import Tally
+from dspark_jax.train.losses import TERMS, Tally
 from dspark_jax.train.step import TrainState, train_step
 from dspark_jax.train.workdir import open_metrics, pin
 
 log = logging.getLogger(__name__)
-_TERMS = ("cross_entropy", "base", "l1", "selector", "confidence")
 Report = Callable[[dict], None]
 
 
@@ -191,7 +190,7 @@ def summary(window: Sequence[dict]) -> dict:
     return {
         "loss": float(np.mean([entry["loss"] for entry in window])),
         "gradient_norm": float(np.mean([entry["gradient_norm"] for entry in window])),
-        **{name: float(tally[name]) / len(window) for name in _TERMS},
+        **{name: float(tally[name]) / len(window) for name in TERMS},
         "accept_rate": [round(float(x), 4) for x in tally.accepted / counted],
         "agree_rate": [round(float(x), 4) for x in tally.agreed / counted],
         "expected_length": float(tally.expected) / blocks,

@@ -19,6 +19,8 @@ from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.vocabulary import Subset
 from dspark_jax.walk import follow
 
+TERMS = ("cross_entropy", "base", "l1", "selector", "confidence")
+
 
 @chex.dataclass(frozen=True)
 class Supervision:
@@ -213,8 +215,7 @@ def block_loss(
     frozen = lent, subset, jnp.asarray(share, jnp.float32)
     value, tally = _sweep(term, heads, split(hidden), chunks, frozen)
     mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
-    names = ("cross_entropy", "base", "l1", "selector", "confidence")
-    return value * mean, tally.replace(**{name: tally[name] * mean for name in names})
+    return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -23,7 +23,7 @@ from dspark_jax.config import (
 )
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights import export
-from dspark_jax.weights.targets import rotaries
+from dspark_jax.weights.targets import qwen3_geometry, rotaries
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
@@ -103,16 +103,7 @@ def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
 def _geometry(hf: Mapping[str, Any]) -> Geometry:
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
-    return Geometry(
-        width=required(hf, "hidden_size"),
-        mlp_width=required(hf, "intermediate_size"),
-        heads=required(hf, "num_attention_heads"),
-        kv_heads=required(hf, "num_key_value_heads"),
-        head_dim=required(hf, "head_dim"),
-        rotary=rotaries(hf)[0],
-        norm_eps=required(hf, "rms_norm_eps"),
-        qk_norm=True,
-    )
+    return qwen3_geometry(hf)
 
 
 def _gemma_geometry(hf: Mapping[str, Any]) -> Geometry:

@@ -183,6 +183,20 @@ def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
     )
 
 
+def qwen3_geometry(hf: Mapping[str, Any]) -> Geometry:
+    """The layer every Qwen3-shaped drafter has; each field must be written out."""
+    return Geometry(
+        width=required(hf, "hidden_size"),
+        mlp_width=required(hf, "intermediate_size"),
+        heads=required(hf, "num_attention_heads"),
+        kv_heads=required(hf, "num_key_value_heads"),
+        head_dim=required(hf, "head_dim"),
+        rotary=rotaries(hf)[0],
+        norm_eps=required(hf, "rms_norm_eps"),
+        qk_norm=True,
+    )
+
+
 def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
     """Rotary of full and of sliding layers, from nested `rope_parameters` or the flat fields."""
     nested = hf.get("rope_parameters") or {}

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Convolution, DrafterConfig, Geometry, Markov, TargetConfig
+from dspark_jax.config import Convolution, DrafterConfig, Markov, TargetConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights import export
-from dspark_jax.weights.targets import rotaries
+from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json, required
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -44,7 +44,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     is_second = architecture == "DFlash2DraftModel"
     rank = required(fields, "selector_rank") if is_second else 0
     return DrafterConfig(
-        geometry=_geometry(hf),
+        geometry=qwen3_geometry(hf),
         vocab_size=required(hf, "vocab_size"),
         num_layers=required(hf, "num_hidden_layers"),
         block_size=required(fields, "block_size") - 1,  # theirs counts the anchor
@@ -94,19 +94,6 @@ def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple
     said = fields.get("causal") if said is None else said
     layers = tuple(w is not None if said is None else bool(said) for w in windows)
     return layers if any(layers) else ()
-
-
-def _geometry(hf: Mapping[str, Any]) -> Geometry:
-    return Geometry(
-        width=required(hf, "hidden_size"),
-        mlp_width=required(hf, "intermediate_size"),
-        heads=required(hf, "num_attention_heads"),
-        kv_heads=required(hf, "num_key_value_heads"),
-        head_dim=required(hf, "head_dim"),
-        rotary=rotaries(hf)[0],
-        norm_eps=required(hf, "rms_norm_eps"),
-        qk_norm=True,
-    )
 
 
 def _convolution(fields: Mapping[str, Any]) -> Convolution:

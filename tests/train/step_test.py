@@ -1,4 +1,4 @@
-"""The training step: the reference's numbers, and what training and decoding must share."""
+"""The training step, and what training and decoding must share."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""DeepSpec's drafters: parity of cached rounds with the reference, and what is refused."""
+"""DeepSpec's drafters: what their fields mean, and what is refused."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,6 @@ from dspark_jax.weights import deepspec
 from dspark_jax.weights.tensors import CheckpointError
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-NAMES = sorted(folder.name for folder in GOLDENS.glob("dspark_qwen3_*"))
-SLOTS, FED = 32, 16  # cache slots; rows a round feeds, those behind the anchor being garbage
 
 
 @pytest.fixture

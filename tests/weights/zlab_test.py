@@ -1,4 +1,4 @@
-"""z-lab's DFlash and DFlash-2: three cached rounds as the reference drafts them."""
+"""z-lab's DFlash and DFlash-2: what their fields mean, and what is refused."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from dspark_jax.weights import zlab
 from dspark_jax.weights.tensors import CheckpointError
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-SLOTS = 32
 
 
 @pytest.fixture
