@@ -18,7 +18,7 @@ from dspark_jax.nn.layers import (
 )
 from dspark_jax.nn.moe import MixtureOfExperts
 
-LayerCache = tuple[Float[Array, "B kv_heads S head_dim"], Float[Array, "B kv_heads S head_dim"]]
+LayerCache = tuple[Float[Array, "B _ S _"], Float[Array, "B _ S _"]]  # heads differ by layer
 
 
 def attend(
