@@ -1,32 +1,38 @@
 """Meshes, and one table from parameter paths to partitions; modules know nothing of devices.
 
-Axes: `data` splits the rows of a batch, `tensor` splits heads, MLP widths and the vocabulary.
+Axes: `data` and `fsdp` split the rows of a batch, `fsdp` also the parameters and the optimizer's
+state at rest, `tensor` splits heads, MLP widths and the vocabulary.
 """
 
+import math
 import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("data", "tensor")
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # what the rows of a batch are split over
 
 # First match wins. Weights are [out, in]: q, k, v, gate and up split their outputs, o and down
-# their inputs, so that each pair needs one reduction. Markov tables are replicated: at rank 256
-# they are small, and splitting them costs one collective a walk step.
+# their inputs, so that each pair needs one reduction. Correction heads are not split over `tensor`:
+# at rank 256 they are small, and splitting their tables costs one collective a walk step.
 TABLE: tuple[tuple[str, P], ...] = (
-    (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$", P("tensor", None)),
+    (r"heads\.head\.(w1|w2|input_gates|state_gates|.*\.weight)$", P("fsdp", None)),
+    (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$", P("tensor", "fsdp")),
     (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.bias$", P("tensor")),
-    (r"\.(o_proj|down_proj)\.weight$", P(None, "tensor")),
-    (r"\.mlp\.(gate_proj|up_proj|down_proj)$", P("tensor", None, None)),  # experts
-    (r"(^|\.)(embed_tokens|lm_head)$", P("tensor", None)),
+    (r"\.(o_proj|down_proj)\.weight$", P("fsdp", "tensor")),
+    (r"\.mlp\.(gate_proj|up_proj|down_proj)$", P("tensor", "fsdp", None)),  # experts
+    (r"(^|\.)(embed_tokens|lm_head)$", P("tensor", "fsdp")),
+    (r"\.fc\.weight$", P("fsdp", None)),
     (r"", P()),
 )
 
 
 def make_mesh(text: str) -> Mesh:
-    """A mesh from a text such as "data=2,tensor=4".
+    """A mesh from a text such as "data=2,fsdp=2,tensor=2"; axes not named have size 1.
 
     Raises:
       ValueError: unknown axes, or not as many devices as the product says.
@@ -36,9 +42,11 @@ def make_mesh(text: str) -> Mesh:
         axis, _, size = part.partition("=")
         axis, is_new = axis.strip(), sizes.get(axis.strip()) == 1
         if not is_new or not size.strip().isdigit() or int(size) < 1:
-            raise ValueError(f"mesh = {text!r}: expected axes of {AXES}, as in 'data=2,tensor=4'")
+            raise ValueError(
+                f"mesh = {text!r}: expected axes of {AXES}, as in 'data=2,fsdp=2,tensor=2'"
+            )
         sizes[axis] = int(size)
-    wanted, found = sizes["data"] * sizes["tensor"], jax.device_count()
+    wanted, found = math.prod(sizes.values()), jax.device_count()
     if wanted > found:
         raise ValueError(
             f"mesh = {text!r} needs {wanted} devices, {found} are there "
@@ -59,29 +67,48 @@ def partition(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*(a if a is None or n % mesh.shape[a] == 0 else None for a, n in sizes))
 
 
-def place(params: Any, mesh: Mesh) -> Any:
-    """Parameters on the mesh, as the table says."""
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Where each array of a tree of parameters (or of an optimizer's state) belongs."""
 
-    def put(path, leaf):
+    def one(path, leaf):
         name = re.sub(r"\.value$", "", jax.tree_util.keystr(path, simple=True, separator="."))
-        return jax.device_put(leaf, NamedSharding(mesh, partition(name, leaf.shape, mesh)))
+        return NamedSharding(mesh, partition(name, leaf.shape, mesh))
 
-    return jax.tree.map_with_path(put, params)
+    return jax.tree.map_with_path(one, tree)
+
+
+def place(params: Any, mesh: Mesh) -> Any:
+    """Parameters on the mesh, as the table says; every process holds them whole before."""
+    return jax.tree.map(put, params, shardings(params, mesh))
+
+
+def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that this process holds whole, where it belongs."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def place_rows(batch: Any, rows: int, mesh: Mesh) -> Any:
-    """A batch's arrays of that many rows, split over `data`; the others whole.
+    """A batch's arrays of that many rows, split over `data` and `fsdp`; the others whole.
 
     Raises:
       ValueError: the rows cannot be split evenly.
     """
-    if rows % mesh.shape["data"]:
-        raise ValueError(
-            f"batch_size = {rows} must be a multiple of the mesh's data = {mesh.shape['data']}"
-        )
+    check_rows(rows, mesh)
 
-    def put(leaf):
+    def one(leaf):
         is_rows = leaf.ndim > 0 and leaf.shape[0] == rows
-        return jax.device_put(leaf, NamedSharding(mesh, P("data") if is_rows else P()))
+        return jax.device_put(leaf, NamedSharding(mesh, P(ROWS) if is_rows else P()))
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(one, batch)
+
+
+def check_rows(rows: int, mesh: Mesh) -> None:
+    """Raises a ValueError if the mesh cannot split that many rows evenly."""
+    parts = math.prod(mesh.shape[axis] for axis in ROWS)
+    if rows % parts:
+        raise ValueError(
+            f"batch_size = {rows} must be a multiple of the mesh's data * fsdp = {parts}"
+        )

@@ -16,18 +16,18 @@ def test_a_bad_mesh_is_named(text):
 
 
 def test_missing_axes_have_size_one():
-    assert dict(make_mesh("tensor=4").shape) == {"data": 1, "tensor": 4}
+    assert dict(make_mesh("tensor=4").shape) == {"data": 1, "fsdp": 1, "tensor": 4}
 
 
 @pytest.mark.parametrize(
     ("path", "shape", "spec"),
     [
-        ("target.layers.3.self_attn.q_proj.weight", (8, 32), P("tensor", None)),
-        ("target.layers.3.self_attn.o_proj.weight", (32, 8), P(None, "tensor")),
-        ("target.layers.3.mlp.down_proj", (4, 32, 8), P("tensor", None, None)),
-        ("target.embed_tokens", (96, 32), P("tensor", None)),
-        ("target.embed_tokens", (97, 32), P(None, None)),  # not divisible: whole
-        ("proposer.heads.head.w1", (96, 4), P()),
+        ("target.layers.3.self_attn.q_proj.weight", (8, 32), P("tensor", "fsdp")),
+        ("target.layers.3.self_attn.o_proj.weight", (32, 8), P("fsdp", "tensor")),
+        ("target.layers.3.mlp.down_proj", (4, 32, 8), P("tensor", "fsdp", None)),
+        ("target.embed_tokens", (96, 32), P("tensor", "fsdp")),
+        ("target.embed_tokens", (97, 32), P(None, "fsdp")),  # not divisible: whole
+        ("proposer.heads.head.w1", (96, 4), P("fsdp", None)),
         ("target.norm.weight", (32,), P()),
     ],
 )

@@ -23,11 +23,11 @@ class Lent:
 
     Attributes:
       embedding: input embedding.
-      head: lm head.
+      head: lm head, or those of its rows that a loss runs over.
     """
 
     embedding: Float[Array, "V D"]
-    head: Float[Array, "V D"]
+    head: Float[Array, "rows D"]
 
 
 class Heads(nnx.Module):
@@ -65,7 +65,7 @@ class Heads(nnx.Module):
     def transition(
         self,
         rows: int,
-        among: slice | Int[Array, "V"] = slice(None),
+        among: slice | Int[Array, "tokens"] = slice(None),
         embedding: Float[Array, "V D"] | None = None,
     ) -> tuple[Any, Transition]:
         """The head's initial state and transition, as `walk` and `follow` take them.

@@ -12,10 +12,12 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import Losses
 from dspark_jax.nn.drafter import Heads, Lent
+from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, varying_as, zeros
 from dspark_jax.train.vocabulary import Subset
 from dspark_jax.walk import follow
 
@@ -79,7 +81,7 @@ def draft_logits(
     lent: Lent,
     hidden: Float[Array, "N K D"],
     prevs: Int[Array, "N K"],
-    among: slice | Int[Array, "V"] = slice(None),
+    among: slice | Int[Array, "tokens"] = slice(None),
 ) -> tuple[Float[Array, "N K V"], Float[Array, "N K V"]]:
     """Base logits, and those corrected along given predecessors.
 
@@ -87,7 +89,8 @@ def draft_logits(
     """
     base = heads.base_logits(lent, hidden)
     state, transition = heads.transition(hidden.shape[0], among, lent.embedding)
-    bias = follow(transition, state, prevs.T, jnp.swapaxes(hidden, 0, 1))
+    rows = jnp.swapaxes(hidden, 0, 1)
+    bias = follow(transition, varying_as(state, hidden), prevs.T, rows)
     return base, base + jnp.moveaxis(bias, 0, 1)
 
 
@@ -113,22 +116,24 @@ def selector_loss(
     base: Float[Array, "N K V"],
     logits: Float[Array, "N K V"],
     labels: Int[Array, "N K"],
+    vocabulary: Vocabulary = Vocabulary(),
 ) -> Float[Array, "N K"]:
     """Cross entropy of corrected logits over the best candidates of the base logits.
 
     A label that is no candidate counts 0, or replaces the worst candidate.
     """
-    _, ids = jax.lax.top_k(jax.lax.stop_gradient(base), min(losses.candidates, base.shape[-1]))
+    ids = vocabulary.top_k(jax.lax.stop_gradient(base), losses.candidates)
     is_in = jnp.any(ids == labels[..., None], -1)
     ids = ids.at[..., -1].set(jnp.where(is_in, ids[..., -1], labels))
-    chosen = jnp.take_along_axis(logits, ids, -1)
-    label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    chosen = vocabulary.pick(logits, ids)
+    label = vocabulary.pick(logits, labels[..., None])[..., 0]
     loss = jax.nn.logsumexp(chosen, -1) - label
     return loss if losses.missing == "inject" else loss * is_in
 
 
 def chunk_loss(
     losses: Losses,
+    vocabulary: Vocabulary,
     heads: Heads,
     hidden: Float[Array, "N K D"],
     given: Supervision,
@@ -145,11 +150,12 @@ def chunk_loss(
     target_logits = jax.lax.stop_gradient(heads.base_logits(lent, given.target_hidden))
 
     def label_loss(logits):
-        log_probs = jax.nn.log_softmax(logits + log_share)
-        return log_probs, -jnp.take_along_axis(log_probs, given.labels[..., None], -1)[..., 0]
+        log_probs = vocabulary.log_softmax(logits + log_share)
+        return log_probs, -vocabulary.pick(log_probs, given.labels[..., None])[..., 0]
 
     log_probs, final = label_loss(logits)
-    l1 = jnp.sum(jnp.abs(jnp.exp(log_probs) - jax.nn.softmax(target_logits + log_share)), -1)
+    target_probs = jnp.exp(vocabulary.log_softmax(target_logits + log_share))
+    l1 = vocabulary.sum(jnp.abs(jnp.exp(log_probs) - target_probs))
     accept = jax.lax.stop_gradient(jnp.clip(1 - l1 / 2, 0, 1))
     weights = dpace_weights(final, given.weights, losses.dpace) if losses.dpace else given.weights
     zero = jnp.zeros(final.shape)
@@ -157,9 +163,11 @@ def chunk_loss(
         "cross_entropy": final,
         "base": label_loss(base)[1] if losses.base else zero,
         "l1": l1,
-        "selector": selector_loss(losses, base, logits, given.labels) if losses.selector else zero,
+        "selector": zero,
         "confidence": zero,
     }
+    if losses.selector:
+        terms["selector"] = selector_loss(losses, base, logits, given.labels, vocabulary)
     if heads.confidence_head is not None:
         logit = heads.confidence(given.prevs, hidden)
         terms["confidence"] = jax.nn.softplus(logit) - logit * accept
@@ -171,7 +179,7 @@ def chunk_loss(
         + losses.selector * sums["selector"]
         + losses.confidence * sums["confidence"]
     )
-    agree = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
+    agree = vocabulary.argmax(logits) == vocabulary.argmax(target_logits)
     counted, has_any = given.counted.astype(jnp.float32), jnp.any(given.counted, -1)
     return total, Tally(
         weight=jnp.sum(weights),
@@ -199,48 +207,37 @@ def block_loss(
     chunk: int,
     subset: Subset | None = None,
     share: Float[Array, ""] | float = 0.0,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, ""], Tally]:
-    """The loss of all blocks, `chunk` blocks at a time (a divisor of their number).
+    """The loss of all blocks, `chunk` blocks a device at a time (a divisor of their number).
 
     With a `subset`, labels are places in it and the lent head holds its rows alone. The loss is
     a weighted mean: its denominator is known once all chunks are (D-PACE's weights depend on the
     logits), and no gradient flows through it.
     """
-
-    def split(x):
-        return x.reshape(-1, chunk, *x.shape[1:])
-
-    term = functools.partial(chunk_loss, losses)
-    chunks = jax.tree.map(split, given)
+    vocabulary = Vocabulary(None if mesh is None else "tensor")
+    term = functools.partial(chunk_loss, losses, vocabulary)
     frozen = lent, subset, jnp.asarray(share, jnp.float32)
-    value, tally = _sweep(term, heads, split(hidden), chunks, frozen)
+    value, tally = _sweep(term, chunk, mesh, heads, hidden, given, frozen)
     mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
     return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sweep(term, heads, hidden, given, frozen):
-    """Sum of term(heads, hidden[i], given[i], *frozen)."""
-
-    def body(chunk):
-        return term(heads, *chunk, *frozen), None
-
-    return _accumulate(body, (hidden, given))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sweep(term, chunk, mesh, heads, hidden, given, frozen):
+    """Sum of term(heads, hidden[i], given[i], *frozen) over chunks i."""
+    return _sweep_forward(term, chunk, mesh, heads, hidden, given, frozen)[0]
 
 
-def _sweep_forward(term, heads, hidden, given, frozen):
-    gradient = jax.value_and_grad(term, argnums=(0, 1), has_aux=True)
-
-    def body(chunk):
-        value, (d_heads, d_hidden) = gradient(heads, *chunk, *frozen)
-        return (value, d_heads), d_hidden
-
-    (value, d_heads), d_hidden = _accumulate(body, (hidden, given))
+def _sweep_forward(term, chunk, mesh, heads, hidden, given, frozen: Frozen):
+    sweep = functools.partial(_gradient_sweep, term, chunk)
+    share = over_devices(sweep, mesh, heads, frozen)
+    (value, d_heads), d_hidden = share(heads, hidden, given, frozen)
     return value, (d_heads, d_hidden)
 
 
-def _sweep_backward(term, kept, cotangent):
-    del term
+def _sweep_backward(term, chunk, mesh, kept, cotangent):
+    del term, chunk, mesh
     d_heads, d_hidden = jax.tree.map(lambda g: g * cotangent[0].astype(g.dtype), kept)
     return d_heads, d_hidden, None, None
 
@@ -248,15 +245,16 @@ def _sweep_backward(term, kept, cotangent):
 _sweep.defvjp(_sweep_forward, _sweep_backward)
 
 
-def _accumulate(body, chunks):
-    """Scans body(chunk) -> (summed, stacked): the sum of the first, the stack of the second."""
+def _gradient_sweep(term, chunk, heads, hidden, given, frozen: Frozen):
+    """((value, d_heads), d_hidden) of some blocks; values and gradients of heads are summed."""
+    gradient = jax.value_and_grad(term, argnums=(0, 1), has_aux=True)
 
-    def step(total, chunk):
-        summed, stacked = body(chunk)
-        return jax.tree.map(jnp.add, total, summed), stacked
+    def body(total, chunk):
+        value, (d_heads, d_hidden) = gradient(heads, *chunk, *frozen)
+        return jax.tree.map(jnp.add, total, (value, d_heads)), d_hidden
 
+    chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), (hidden, given))
     one = jax.tree.map(lambda x: x[0], chunks)
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda c: body(c)[0], one)
-    )
-    return jax.lax.scan(step, zeros, chunks)
+    value, (d_heads, _) = jax.eval_shape(lambda one: gradient(heads, *one, *frozen), one)
+    sums, d_hidden = jax.lax.scan(body, zeros((value, d_heads)), chunks)
+    return sums, d_hidden.reshape(hidden.shape)

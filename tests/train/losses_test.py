@@ -15,10 +15,12 @@ from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train import anchors
 from dspark_jax.train import losses as module
 from dspark_jax.train.losses import Supervision
+from dspark_jax.train.parallel import Vocabulary
 
 from ..conftest import DRAFTER
 
 N, K, D, V = 12, 4, 32, 97
+WHOLE = Vocabulary()
 LOSSES = Losses(cross_entropy=0.3, l1=0.7, confidence=1.3)
 EVERYTHING = dataclasses.replace(LOSSES, base=0.6, selector=0.8, candidates=5, dpace=0.4)
 
@@ -54,8 +56,8 @@ def lent():
 
 
 def test_the_loss_is_its_formula(tiny_drafter, hidden, given, lent):
-    total, tally = jax.jit(module.chunk_loss, static_argnums=0)(
-        LOSSES, tiny_drafter.heads, hidden, given, lent, None
+    total, tally = jax.jit(module.chunk_loss, static_argnums=(0, 1))(
+        LOSSES, WHOLE, tiny_drafter.heads, hidden, given, lent, None
     )
     heads = tiny_drafter.heads
     w1, w2 = np.asarray(heads.head.w1[...]), np.asarray(heads.head.w2[...])
@@ -115,7 +117,7 @@ def test_any_chunk_gives_the_unchunked_loss_and_gradient(
     """One global denominator, D-PACE's too, which is known only when every chunk has been seen."""
 
     def total(heads, hidden):
-        value, tally = module.chunk_loss(losses, heads, hidden, given, lent, None, 0.6)
+        value, tally = module.chunk_loss(losses, WHOLE, heads, hidden, given, lent, None, 0.6)
         mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
         sums = ("cross_entropy", "base", "l1", "selector", "confidence")
         return value * mean, tally.replace(**{name: tally[name] * mean for name in sums})
@@ -139,8 +141,8 @@ def test_a_perfect_draft_is_accepted_whole(tiny_drafter, given, lent):
     heads.head.w2.set_value(jnp.zeros((V, 4)))
     counted = jnp.ones((N, K), bool)
     every = given.replace(counted=counted, weights=counted / (N * K))
-    _, tally = jax.jit(module.chunk_loss, static_argnums=0)(
-        LOSSES, heads, every.target_hidden, every, lent, None
+    _, tally = jax.jit(module.chunk_loss, static_argnums=(0, 1))(
+        LOSSES, WHOLE, heads, every.target_hidden, every, lent, None
     )
     np.testing.assert_allclose(tally.l1, 0, atol=1e-6)
     np.testing.assert_allclose(tally.accepted, [N] * K, rtol=1e-6)
@@ -155,7 +157,7 @@ def test_no_gradient_reaches_the_teacher(tiny_drafter, given, lent):
 
     def total(lent, target_hidden):
         held = given.replace(target_hidden=target_hidden)
-        return module.chunk_loss(LOSSES, tiny_drafter.heads, constant, held, lent, None)[0]
+        return module.chunk_loss(LOSSES, WHOLE, tiny_drafter.heads, constant, held, lent, None)[0]
 
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(lent, given.target_hidden)
     assert not jnp.any(gradients[0].head)
