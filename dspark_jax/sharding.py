@@ -42,9 +42,7 @@ def make_mesh(text: str) -> Mesh:
         axis, _, size = part.partition("=")
         axis, is_new = axis.strip(), sizes.get(axis.strip()) == 1
         if not is_new or not size.strip().isdigit() or int(size) < 1:
-            raise ValueError(
-                f"mesh = {text!r}: expected axes of {AXES}, as in 'data=2,fsdp=2,tensor=2'"
-            )
+            raise ValueError(f"mesh = {text!r}: axes are {AXES}, as in 'data=2,fsdp=2,tensor=2'")
         sizes[axis] = int(size)
     wanted, found = math.prod(sizes.values()), jax.device_count()
     if wanted > found:

@@ -97,7 +97,7 @@ def _varying(x: Array, like: Any) -> Array:
 
 
 def over_devices(sweep: Callable, mesh: Mesh | None, heads: Heads, frozen: Frozen) -> Callable:
-    """A sweep (heads, hidden, given, frozen) -> ((value, d_heads), d_hidden), shared by all devices.
+    """(heads, hidden, given, frozen) -> ((value, d_heads), d_hidden), each device doing its share.
 
     The value and the heads' gradient are sums over rows, added up here.
 
