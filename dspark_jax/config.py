@@ -235,6 +235,7 @@ class Losses:
     cross_entropy: float = 0.1  # against the data's next token
     l1: float = 0.9  # sum over the vocabulary of |draft - target| probabilities
     confidence: float = 1.0  # binary cross entropy against 1 - l1 / 2
+    confidence_to_backbone: bool = True  # the backbone learns from the confidence term too
     selector: float = 0.0  # cross entropy over the drafter's own best candidates (DFlash-2)
     candidates: int = 16  # of the selector term
     missing: Literal["mask", "inject"] = "mask"  # a label that is no candidate: left out, or put in
@@ -286,7 +287,11 @@ class TrainConfig:
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
     max_cache_bytes: int = 0  # keep the target's features on disk; 0 = compute them in the step
     seed: int = 42  # of initial weights, shuffling and anchors
+    holdout: int = 0  # conversations kept out of training and measured instead, drawn by seed
+    evaluate_every: int = 0  # steps between two measurements of them; 0 = never
     log_every: int = 10  # steps between two lines of metrics
+    term_gradients: bool = False  # also log each loss term's gradient norm (a gradient a term)
+    tensorboard: bool = False  # also write metrics as TensorBoard events, to workdir/tensorboard
     save_every: int = 500  # steps between two checkpoints
     keep: int = 2  # checkpoints kept
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the exported drafter
@@ -305,6 +310,13 @@ class TrainConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
+        for field in ("holdout", "evaluate_every"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be 0 or more")
+        if self.evaluate_every and not self.holdout:
+            raise ValueError(
+                f"evaluate_every = {self.evaluate_every} needs held-out conversations: set holdout"
+            )
         if bool(self.frequent_tokens) != bool(self.drawn_tokens):
             raise ValueError(
                 f"frequent_tokens = {self.frequent_tokens}, drawn_tokens = {self.drawn_tokens}: "

@@ -55,6 +55,14 @@ def cut(
     )
 
 
+def blocks(
+    key: Key[Array, ""], batch: Batch, num_anchors: int, block_size: int, is_contiguous: bool
+) -> Blocks:
+    """The batch cut behind sampled anchors."""
+    chosen = sample(key, batch.loss_mask, num_anchors)
+    return cut(batch, *chosen, block_size, is_contiguous)
+
+
 def weights(counted: Bool[Array, "*blocks K"], decay: float) -> Float[Array, "*blocks K"]:
     """exp(-k / decay) where the label counts, 0 elsewhere; no decay at 0."""
     positions = jnp.arange(counted.shape[-1], dtype=jnp.float32)

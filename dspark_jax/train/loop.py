@@ -1,19 +1,17 @@
 """The run: build, restore, and for each batch: step, log, save."""
 
 import functools
-import json
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -22,10 +20,12 @@ from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import data, features, initial, optimizer, vocabulary
-from dspark_jax.train.losses import TERMS, Tally
+from dspark_jax.train import data, features, holdout, initial, optimizer, probe, vocabulary
+from dspark_jax.train.metrics import summary
+from dspark_jax.train.probe import Probe
+from dspark_jax.train.records import Records
 from dspark_jax.train.step import TrainState, train_step
-from dspark_jax.train.workdir import open_metrics, pin
+from dspark_jax.train.workdir import pin
 
 log = logging.getLogger(__name__)
 Report = Callable[[dict], None]
@@ -50,10 +50,12 @@ def run(
     Returns:
       The trained drafter, in fp32.
     """
-    workdir, samples = Path(config.workdir), corpus.conversations
+    workdir = Path(config.workdir)
     graphdef, state, chain = start(config, target, drafter_config)
-    attach = _attach(config, target, corpus, drafter_config)
-    pin(workdir, config, drafter_config, corpus)
+    everything = corpus
+    corpus, held = holdout.split(corpus, config.holdout, config.seed, config.batch_size)
+    attach, samples = _attach(config, target, corpus, drafter_config), corpus.conversations
+    pin(workdir, config, drafter_config, everything)
     batches = data.batches(samples, config.batch_size, config.length_multiple, config.seed, attach)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
@@ -61,8 +63,9 @@ def run(
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
     step = _jitted_step(config, chain, graphdef, target, corpus)
+    watch = probe.build(config, graphdef, target, held, _place)
     try:
-        state = _steps(config, step, state, batches, checkpoints, report)
+        state = _steps(config, step, watch, state, batches, checkpoints, report)
     finally:
         checkpoints.close()
     return nnx.merge(graphdef, state.params)
@@ -141,36 +144,76 @@ def start(
     return graphdef, jax.jit(build)(jax.random.key(config.seed), target, before), chain
 
 
+def _place(batch: Batch) -> Batch:
+    return jax.tree.map(jnp.asarray, batch)
+
+
 def _steps(
     config: TrainConfig,
     step: Callable,
+    watch: Probe,
     state: TrainState,
     batches: grain.DatasetIterator[Batch],
     checkpoints: Checkpoints,
     report: Report,
 ) -> TrainState:
     window, begun, first = [], time.monotonic(), int(state.step) + 1
-    with _StopRequests() as stop_requested, open_metrics(Path(config.workdir), first - 1) as lines:
+    records = Records(Path(config.workdir), first - 1, config.tensorboard)
+    with _StopRequests() as stop_requested, records:
         for number in range(first, config.steps + 1):
-            batch = next(batches)
-            state, metrics = step(state, jax.tree.map(jnp.asarray, batch))
+            batch, is_due = next(batches), functools.partial(_is_due, number, config.steps)
+            on_device = _place(batch)
+            seen = watch.batch(state, on_device) if is_due(config.log_every) else {}
+            state, metrics = step(state, on_device)
             window.append({**metrics, "supervised": int(batch.loss_mask.sum())})
-            if number == config.steps or number % config.log_every == 0:
-                line = {"step": number, **summary(window)}
-                _refuse_nonfinite(line)
-                supervised = sum(entry["supervised"] for entry in window)
-                line["tokens_per_second"] = supervised / (time.monotonic() - begun)
-                window, begun = [], time.monotonic()
-                lines.write(json.dumps(line) + "\n")
-                lines.flush()
+            if is_due(config.log_every):
+                line = _line(number, window, seen, time.monotonic() - begun)
+                records.write(line)
                 report(line)
+                window, begun = [], time.monotonic()
+            if config.evaluate_every and is_due(config.evaluate_every):
+                jax.block_until_ready(state)
+                paused = time.monotonic()
+                for line in _held_out(watch, number, state, stop_requested):
+                    records.write(line)
+                    report(line)
+                begun += time.monotonic() - paused
             is_stopping = stop_requested()
-            if is_stopping or number == config.steps or number % config.save_every == 0:
+            if is_stopping or is_due(config.save_every):
                 checkpoints.save(number, state, batches.get_state())
             if is_stopping:
                 log.warning("stopped by a signal; step %d is saved", number)
                 raise SystemExit(143)
     return state
+
+
+def _held_out(
+    watch: Probe, number: int, state: TrainState, stop_requested: Callable[[], bool]
+) -> Iterator[dict]:
+    """The line of the held-out data; none if the run is to stop before it is complete."""
+    found = watch.held_out(state, stop_requested)
+    if found is None:
+        log.warning("step %d: stopped before the held-out data were measured", number)
+    else:
+        yield {"step": number, "held_out": found}
+
+
+def _is_due(number: int, last: int, every: int) -> bool:
+    return number == last or number % every == 0
+
+
+def _line(number: int, window: list[dict], seen: dict, seconds: float) -> dict:
+    """The line of a window of steps."""
+    norms = jax.device_get([entry["gradient_norm"] for entry in window])
+    line = {
+        "step": number,
+        **summary(window),
+        "gradient_norm": float(sum(norms)) / len(norms),
+        "tokens_per_second": sum(entry["supervised"] for entry in window) / seconds,
+        **seen,
+    }
+    _refuse_nonfinite(line)
+    return line
 
 
 def _refuse_nonfinite(line: dict) -> None:
@@ -180,23 +223,6 @@ def _refuse_nonfinite(line: dict) -> None:
             f"step {line['step']}: loss = {line['loss']}, gradient norm = {line['gradient_norm']}; "
             "resume from the last checkpoint with a lower optimizer.learning_rate"
         )
-
-
-def summary(window: Sequence[dict]) -> dict:
-    """Plain numbers of some steps' metrics: means of the losses, ratios of pooled sums."""
-    window = jax.device_get(list(window))
-    tally: Tally = jax.tree.map(lambda *xs: np.sum(xs, 0), *(entry["tally"] for entry in window))
-    counted, blocks = np.maximum(tally.counted, 1), max(float(tally.blocks), 1)
-    return {
-        "loss": float(np.mean([entry["loss"] for entry in window])),
-        "gradient_norm": float(np.mean([entry["gradient_norm"] for entry in window])),
-        **{name: float(tally[name]) / len(window) for name in TERMS},
-        "accept_rate": [round(float(x), 4) for x in tally.accepted / counted],
-        "agree_rate": [round(float(x), 4) for x in tally.agreed / counted],
-        "expected_length": float(tally.expected) / blocks,
-        "greedy_length": float(tally.greedy) / blocks,
-        "blocks": int(tally.blocks),
-    }
 
 
 class _StopRequests:

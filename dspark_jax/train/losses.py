@@ -169,7 +169,8 @@ def chunk_loss(
     if losses.selector:
         terms["selector"] = selector_loss(losses, base, logits, given.labels, vocabulary)
     if heads.confidence_head is not None:
-        logit = heads.confidence(given.prevs, hidden)
+        seen = hidden if losses.confidence_to_backbone else jax.lax.stop_gradient(hidden)
+        logit = heads.confidence(given.prevs, seen)
         terms["confidence"] = jax.nn.softplus(logit) - logit * accept
     sums = {name: jnp.sum(weights * term) for name, term in terms.items()}
     share = share if losses.base else 0.0

@@ -43,17 +43,23 @@ def train(config: TrainConfig) -> Path:
         task = progress.add_task("training", total=config.steps, note="")
 
         def report(line: dict) -> None:
-            note = (
-                f"loss {line['loss']:.3f}  taught length {line['greedy_length']:.2f}  "
-                f"{line['tokens_per_second']:.0f} tokens/s"
-            )
-            progress.update(task, completed=line["step"], note=note)
+            if held_out := line.get("held_out"):
+                log.info("step %d, held out: %s", line["step"], _note(held_out))
+            else:
+                note = f"{_note(line)}  {line['tokens_per_second']:.0f} tokens/s"
+                progress.update(task, completed=line["step"], note=note)
 
         drafter = loop.run(config, target.model, corpus, drafter_config, report)
     folder = Path(config.workdir) / "drafter"
     native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
     log.info("drafter written to %s", folder)
     return folder
+
+
+def _note(line: dict) -> str:
+    """Loss and accepted lengths: along the drafter's own tokens, and by its base logits alone."""
+    walked, unary = line["walked"]["length"], line["unary"]["length"]
+    return f"loss {line['loss']:.3f}  accepted length {walked:.2f} (base logits {unary:.2f})"
 
 
 def resolve(

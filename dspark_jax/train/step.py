@@ -135,8 +135,7 @@ def train_step(
     shape, losses = nnx.merge(graphdef, state.params).config, config.losses
     known = ask(target, batch, shape.target_layer_ids)
     key = jax.random.fold_in(state.key, state.step)
-    chosen = anchors.sample(key, batch.loss_mask, config.num_anchors)
-    blocks = anchors.cut(batch, *chosen, shape.block_size, losses.is_contiguous)
+    blocks = anchors.blocks(key, batch, config.num_anchors, shape.block_size, losses.is_contiguous)
     draw_key = jax.random.fold_in(key, 1)
     subset = None if split is None else vocabulary.draw(draw_key, split, config.drawn_tokens)
     share = base_share(losses, state.step, config.steps)
