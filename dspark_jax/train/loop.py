@@ -3,11 +3,10 @@
 import functools
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -20,8 +19,19 @@ from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import data, features, holdout, initial, optimizer, probe, vocabulary
+from dspark_jax.processes import StopRequests, is_first, wait_for_all
+from dspark_jax.train import (
+    data,
+    features,
+    holdout,
+    initial,
+    optimizer,
+    placement,
+    probe,
+    vocabulary,
+)
 from dspark_jax.train.metrics import summary
+from dspark_jax.train.placement import ONE_DEVICE, Placement
 from dspark_jax.train.probe import Probe
 from dspark_jax.train.records import Records
 from dspark_jax.train.step import TrainState, train_step
@@ -51,24 +61,35 @@ def run(
       The trained drafter, in fp32.
     """
     workdir = Path(config.workdir)
-    graphdef, state, chain = start(config, target, drafter_config)
+    place = placement.of(config)
+    target = place.module(target)
+    graphdef, state, chain = start(config, target, drafter_config, place)
     everything = corpus
     corpus, held = holdout.split(corpus, config.holdout, config.seed, config.batch_size)
     attach, samples = _attach(config, target, corpus, drafter_config), corpus.conversations
-    pin(workdir, config, drafter_config, everything)
+    _pin_together(workdir, config, drafter_config, everything)
     batches = data.batches(samples, config.batch_size, config.length_multiple, config.seed, attach)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
         state, position = checkpoints.restore(state)
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
-    step = _jitted_step(config, chain, graphdef, target, corpus)
-    watch = probe.build(config, graphdef, target, held, _place)
+    step = _jitted_step(config, chain, graphdef, target, corpus, state, place)
+    watch = probe.build(config, graphdef, target, held, place.all_rows)
     try:
-        state = _steps(config, step, watch, state, batches, checkpoints, report)
+        state = _steps(config, step, watch, state, batches, place, checkpoints, report)
     finally:
         checkpoints.close()
-    return nnx.merge(graphdef, state.params)
+    return nnx.merge(graphdef, place.whole(state.params))
+
+
+def _pin_together(workdir: Path, *pinned: Any) -> None:
+    """The first process writes, the others compare."""
+    if is_first():
+        pin(workdir, *pinned)
+    wait_for_all("pinned")
+    if not is_first():
+        pin(workdir, *pinned)
 
 
 def _jitted_step(
@@ -77,6 +98,8 @@ def _jitted_step(
     graphdef: nnx.GraphDef,
     target: Target,
     corpus: data.Corpus,
+    state: TrainState,
+    place: Placement,
 ) -> Callable:
     """(state, batch) -> (state, metrics), compiled once per padded length; the state is donated."""
     target_graphdef, target_params = nnx.split(target)
@@ -85,7 +108,6 @@ def _jitted_step(
         sizes = target.config.vocab_size, config.frequent_tokens, config.drawn_tokens
         split = vocabulary.split(corpus.conversations, *sizes)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def step(state, params, batch, split):
         return train_step(
             chain,
@@ -95,9 +117,11 @@ def _jitted_step(
             nnx.merge(target_graphdef, params),
             batch,
             split,
+            place.mesh,
         )
 
-    return lambda state, batch: step(state, target_params, batch, split)
+    jitted = place.step(step, state)
+    return lambda state, batch: jitted(state, target_params, batch, split)
 
 
 def _attach(
@@ -118,7 +142,10 @@ def _attach(
 
 
 def start(
-    config: TrainConfig, target: Target, drafter_config: DrafterConfig
+    config: TrainConfig,
+    target: Target,
+    drafter_config: DrafterConfig,
+    place: Placement = ONE_DEVICE,
 ) -> tuple[nnx.GraphDef, TrainState, optax.GradientTransformation]:
     """Initial state; only the drafter's parameters are in the optimizer."""
     chain = optimizer.build(config.optimizer, config.steps)
@@ -141,11 +168,7 @@ def start(
         )
 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(drafter_config, rngs=nnx.Rngs(0))))
-    return graphdef, jax.jit(build)(jax.random.key(config.seed), target, before), chain
-
-
-def _place(batch: Batch) -> Batch:
-    return jax.tree.map(jnp.asarray, batch)
+    return graphdef, place.build(build, jax.random.key(config.seed), target, before), chain
 
 
 def _steps(
@@ -154,18 +177,19 @@ def _steps(
     watch: Probe,
     state: TrainState,
     batches: grain.DatasetIterator[Batch],
+    place: Placement,
     checkpoints: Checkpoints,
     report: Report,
 ) -> TrainState:
     window, begun, first = [], time.monotonic(), int(state.step) + 1
-    records = Records(Path(config.workdir), first - 1, config.tensorboard)
-    with _StopRequests() as stop_requested, records:
+    records = Records(Path(config.workdir), first - 1, config.tensorboard, is_first())
+    with StopRequests() as stop, records:
         for number in range(first, config.steps + 1):
             batch, is_due = next(batches), functools.partial(_is_due, number, config.steps)
-            on_device = _place(batch)
+            on_device = place.rows(batch)
             seen = watch.batch(state, on_device) if is_due(config.log_every) else {}
             state, metrics = step(state, on_device)
-            window.append({**metrics, "supervised": int(batch.loss_mask.sum())})
+            window.append(metrics)
             if is_due(config.log_every):
                 line = _line(number, window, seen, time.monotonic() - begun)
                 records.write(line)
@@ -174,11 +198,11 @@ def _steps(
             if config.evaluate_every and is_due(config.evaluate_every):
                 jax.block_until_ready(state)
                 paused = time.monotonic()
-                for line in _held_out(watch, number, state, stop_requested):
+                for line in _held_out(watch, number, state, stop.now):
                     records.write(line)
                     report(line)
                 begun += time.monotonic() - paused
-            is_stopping = stop_requested()
+            is_stopping = stop.after(number)
             if is_stopping or is_due(config.save_every):
                 checkpoints.save(number, state, batches.get_state())
             if is_stopping:
@@ -204,12 +228,15 @@ def _is_due(number: int, last: int, every: int) -> bool:
 
 def _line(number: int, window: list[dict], seen: dict, seconds: float) -> dict:
     """The line of a window of steps."""
-    norms = jax.device_get([entry["gradient_norm"] for entry in window])
+    norms, supervised = (
+        jax.device_get([entry[name] for entry in window])
+        for name in ("gradient_norm", "supervised")
+    )
     line = {
         "step": number,
         **summary(window),
         "gradient_norm": float(sum(norms)) / len(norms),
-        "tokens_per_second": sum(entry["supervised"] for entry in window) / seconds,
+        "tokens_per_second": int(sum(supervised)) / seconds,
         **seen,
     }
     _refuse_nonfinite(line)
@@ -223,21 +250,3 @@ def _refuse_nonfinite(line: dict) -> None:
             f"step {line['step']}: loss = {line['loss']}, gradient norm = {line['gradient_norm']}; "
             "resume from the last checkpoint with a lower optimizer.learning_rate"
         )
-
-
-class _StopRequests:
-    """Context: SIGTERM becomes a question that the loop asks at step boundaries."""
-
-    def __enter__(self) -> Callable[[], bool]:
-        self._requested = False
-        self._is_main = threading.current_thread() is threading.main_thread()
-        if self._is_main:  # Python lets no other thread handle signals
-            self._before = signal.signal(signal.SIGTERM, self._request)
-        return lambda: self._requested
-
-    def _request(self, *_) -> None:
-        self._requested = True
-
-    def __exit__(self, *_) -> None:
-        if self._is_main:
-            signal.signal(signal.SIGTERM, self._before)

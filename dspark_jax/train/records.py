@@ -9,14 +9,20 @@ from dspark_jax.train.workdir import open_metrics
 
 
 class Records:
-    """Context: writes lines of metrics behind those of the steps that are kept."""
+    """Context: writes lines of metrics behind those of the steps that are kept.
 
-    def __init__(self, workdir: Path, step: int, tensorboard: bool):
-        self._writer = _event_writer(workdir / "tensorboard", step) if tensorboard else None
-        self._file = open_metrics(workdir, step)
+    One process of a run writes; the others keep silent.
+    """
+
+    def __init__(self, workdir: Path, step: int, tensorboard: bool, writes: bool = True):
+        has_events = tensorboard and writes
+        self._writer = _event_writer(workdir / "tensorboard", step) if has_events else None
+        self._file = open_metrics(workdir, step) if writes else None
 
     def write(self, line: dict) -> None:
         """One line: `step` and what was measured there."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -28,7 +34,8 @@ class Records:
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
 

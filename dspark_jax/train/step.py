@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.base import Batch, Blocks, Params
@@ -69,7 +70,8 @@ def predictions(
     context = drafter.backbone.context(known.features, positions)
     hidden = drafter.hidden(known.lent, tokens[rows, where], where, context, where, blocks.valid)
     ahead = where[..., None] + jnp.arange(blocks.labels.shape[-1])
-    return hidden, known.hidden[rows[..., None], jnp.minimum(ahead, length - 2)]
+    pick = jax.vmap(lambda row, index: row[index])  # by row, so that no device needs another's
+    return hidden, pick(known.hidden, jnp.minimum(ahead, length - 2))
 
 
 def loss(
@@ -81,6 +83,7 @@ def loss(
     chunk: int,
     subset: Subset | None = None,
     share: Float[Array, ""] | float = 0.0,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, ""], Tally]:
     """The loss of a batch cut into blocks, with one global denominator.
 
@@ -93,6 +96,7 @@ def loss(
       chunk: blocks whose logits exist at once.
       subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
       share: of the base logits in the cross entropy.
+      mesh: devices that share the work.
     """
     hidden, target_hidden = predictions(drafter, known, blocks, tokens)
     decay = 0.0 if losses.dpace else losses.decay
@@ -109,7 +113,7 @@ def loss(
         target_hidden=target_hidden,
     )
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given))
-    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset, share)
+    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset, share, mesh)
 
 
 def train_step(
@@ -120,6 +124,7 @@ def train_step(
     target: Target,
     batch: Batch,
     split: vocabulary.Split | None,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Samples anchors, forms the gradient, updates the parameters.
 
@@ -131,6 +136,7 @@ def train_step(
       target: the frozen model.
       batch: conversations.
       split: the vocabulary by frequency; None = the loss runs over all of it.
+      mesh: devices that share the work.
     """
     shape, losses = nnx.merge(graphdef, state.params).config, config.losses
     known = ask(target, batch, shape.target_layer_ids)
@@ -142,7 +148,7 @@ def train_step(
 
     def objective(params):
         trained, chunk = nnx.merge(graphdef, params), config.anchor_chunk
-        return loss(trained, known, blocks, batch.tokens, losses, chunk, subset, share)
+        return loss(trained, known, blocks, batch.tokens, losses, chunk, subset, share, mesh)
 
     (value, tally), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
@@ -156,4 +162,5 @@ def train_step(
         "loss": value,
         "gradient_norm": optax.tree.norm(gradient),
         "tally": tally,
+        "supervised": jnp.sum(batch.loss_mask),
     }

@@ -1,0 +1,120 @@
+"""Where a run's arrays live: on one device, or on a mesh that several processes may share."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dspark_jax import sharding
+from dspark_jax.base import Batch
+from dspark_jax.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Devices of a run."""
+
+    mesh: Mesh | None  # None = one device
+    batch_size: int  # rows a step, over all processes
+
+    def build(self, function: Callable, *args: Any) -> Any:
+        """function(*args), each array of the result made where it belongs."""
+        if self.mesh is None:
+            return jax.jit(function)(*args)
+        wanted = sharding.shardings(jax.eval_shape(function, *args), self.mesh)
+        return jax.jit(function, out_shardings=wanted)(*args)
+
+    def step(self, function: Callable, state: Any) -> Callable:
+        """function(state, ...) -> (state, metrics), jitted; the state is donated, and stays put."""
+        if self.mesh is None:
+            return jax.jit(function, donate_argnums=0)
+        kept = jax.tree.map(lambda x: x.sharding, state), NamedSharding(self.mesh, P())
+        return jax.jit(function, donate_argnums=0, out_shardings=kept)
+
+    def module(self, module: nnx.Module) -> nnx.Module:
+        """A module that every process holds, where the table says."""
+        if self.mesh is None:
+            return module
+        graphdef, params = nnx.split(module)
+        return nnx.merge(graphdef, sharding.place(params, self.mesh))
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of a batch's rows this process loads, and into how many it is parted."""
+        if self.mesh is None:
+            return 0, 1
+        where = self._rows.addressable_devices_indices_map((self.batch_size,)).values()
+        bounds = [index[0].indices(self.batch_size)[:2] for index in where]
+        first, last = min(b[0] for b in bounds), max(b[1] for b in bounds)
+        return first // (last - first), self.batch_size // (last - first)
+
+    def rows(self, batch: Batch) -> Batch:
+        """The rows this process loads -> the batch on the devices."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+
+        def one(rows: np.ndarray) -> jax.Array:
+            shape = (self.batch_size, *rows.shape[1:])
+            return jax.make_array_from_process_local_data(self._rows, rows, shape)
+
+        return jax.tree.map(one, batch)
+
+    def all_rows(self, batch: Batch) -> Batch:
+        """A batch of which every process holds all rows -> the batch on the devices."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        return jax.tree.map(lambda rows: sharding.put(rows, self._rows), batch)
+
+    def whole(self, tree: Any) -> Any:
+        """Every array whole on every device."""
+        if self.mesh is None:
+            return tree
+        return jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))(tree)
+
+    @property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P(sharding.ROWS))
+
+
+ONE_DEVICE = Placement(mesh=None, batch_size=0)
+
+
+def of(config: TrainConfig) -> Placement:
+    """The devices a config asks for.
+
+    Raises:
+      ValueError: they are not there, or cannot share the batch evenly.
+    """
+    count = jax.device_count()
+    if config.mesh is None:
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"mesh is not set, and {jax.process_count()} processes run: say how their {count} "
+                "devices share the work, as in 'data=2,fsdp=2,tensor=2'"
+            )
+        if count > 1:
+            log.warning("one of %d devices is used: set mesh to use more", count)
+        return Placement(mesh=None, batch_size=config.batch_size)
+    mesh = sharding.make_mesh(config.mesh)
+    if jax.process_count() > 1 and mesh.size != count:
+        raise ValueError(
+            f"mesh = {config.mesh!r} has {mesh.size} devices: with several processes it must have "
+            f"all {count}"
+        )
+    sharding.check_rows(config.batch_size, mesh)
+    blocks = config.batch_size * config.num_anchors // (mesh.shape["data"] * mesh.shape["fsdp"])
+    if blocks % config.anchor_chunk:
+        raise ValueError(
+            f"anchor_chunk = {config.anchor_chunk} must divide the {blocks} blocks that each "
+            f"device of mesh = {config.mesh!r} gets of batch_size * num_anchors"
+        )
+    return Placement(mesh=mesh, batch_size=config.batch_size)
