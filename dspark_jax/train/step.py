@@ -1,5 +1,7 @@
 """One optimizer step: pure functions of state and batch; the loop jits them."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dspark_jax.base import Batch, Blocks, Params
 from dspark_jax.config import Losses, TrainConfig
@@ -61,17 +63,44 @@ def ask(target: Target, batch: Batch, target_layer_ids: tuple[int, ...]) -> Know
 
 
 def predictions(
-    drafter: Drafter, known: Knowledge, blocks: Blocks, tokens: Int[Array, "B T"]
+    drafter: Drafter, known: Knowledge, blocks: Blocks, tokens: Int[Array, "B T"], chunk: int
 ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A K D"]]:
-    """Final-normed states that predict each label: the drafter's, and the target's."""
+    """Final-normed states that predict each label: the drafter's, and the target's.
+
+    Attention weights exist for about `chunk` anchors of each row at a time.
+    """
     length, where = tokens.shape[1], blocks.anchors
     rows = jnp.arange(tokens.shape[0])[:, None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     context = drafter.backbone.context(known.features, positions)
-    hidden = drafter.hidden(known.lent, tokens[rows, where], where, context, where, blocks.valid)
+
+    def some(part):
+        anchors, where, valid = part
+        return drafter.hidden(known.lent, anchors, where, context, where, valid)
+
+    hidden = _over_anchors(some, (tokens[rows, where], where, blocks.valid), chunk)
     ahead = where[..., None] + jnp.arange(blocks.labels.shape[-1])
     pick = jax.vmap(lambda row, index: row[index])  # by row, so that no device needs another's
     return hidden, pick(known.hidden, jnp.minimum(ahead, length - 2))
+
+
+def _over_anchors(
+    function: Callable, parts: tuple[Shaped[Array, "B A"], ...], chunk: int
+) -> Float[Array, "B A K D"]:
+    """function(parts), a divisor of A anchors at a time.
+
+    The backward pass keeps the matrix products and forms the attention weights anew.
+    """
+    size = math.gcd(parts[0].shape[1], chunk)
+    if size == parts[0].shape[1]:
+        return function(parts)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size), 1, 0)
+
+    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    out = jax.lax.map(jax.checkpoint(function, policy=kept), jax.tree.map(split, parts))
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
 
 
 def loss(
@@ -98,7 +127,7 @@ def loss(
       share: of the base logits in the cross entropy.
       mesh: devices that share the work.
     """
-    hidden, target_hidden = predictions(drafter, known, blocks, tokens)
+    hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
     decay = 0.0 if losses.dpace else losses.decay
     weights, labels, lent = anchors.weights(blocks.counted, decay), blocks.labels, known.lent
     if subset is not None:

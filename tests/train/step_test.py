@@ -29,6 +29,8 @@ from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, initial, optimizer, step
 from dspark_jax.train.step import Knowledge, TrainState
 
+from ..conftest import DRAFTER
+
 TOKENS = jnp.asarray([[5, 17, 3, 88, 41, 2, 60, 9, 33, 71, 12, 50]])
 
 
@@ -229,7 +231,7 @@ def test_mixed_lengths_train_as_their_rows_do_alone(tiny_drafter):
 
     chosen, valid = anchors.sample(jax.random.key(0), batch.loss_mask, 8)
     assert valid.sum(1).tolist() == [3, 8]
-    _, together = gradient(params, batch, known, chosen, valid, chunk=8)
+    _, together = gradient(params, batch, known, chosen, valid, chunk=4)
     chex.assert_tree_all_finite(together)
 
     def alone(row: int, length: int, count: int):
@@ -271,3 +273,42 @@ def test_a_batch_without_supervision_changes_nothing_but_the_count(micro_target)
     chex.assert_trees_all_equal(after.params, params)
     chex.assert_tree_all_finite(after.optimizer)
     assert float(optax.tree.norm(optax.tree.get(after.optimizer, "mu"))) == 0
+
+
+def test_peak_memory_does_not_grow_with_the_anchors(optimised):
+    """T09: 8 times the blocks of seven over 151,936 tokens; attention and logits exist in parts."""
+    vocab_size, width, length = 151_936, 128, 512
+    config = dataclasses.replace(
+        DRAFTER,
+        geometry=dataclasses.replace(DRAFTER.geometry, width=width, head_dim=32, mlp_width=384),
+        vocab_size=vocab_size,
+        block_size=7,
+    )
+    tokens, table, rows, features = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((1, length), jnp.int32),
+            ((vocab_size, width), jnp.float32),
+            ((1, length, width), jnp.float32),
+            ((1, length, config.feature_width), jnp.float32),
+        )
+    )
+    drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+
+    def temporary(count: int) -> int:
+        at = jax.ShapeDtypeStruct((1, count), jnp.int32)
+
+        def objective(drafter, table, rows, features, tokens, at):
+            lent = step.Lent(embedding=table, head=table)
+            known = Knowledge(features=features, hidden=rows, lent=lent)
+            batch = Batch(tokens=tokens, loss_mask=tokens >= 0)
+            blocks = anchors.cut(batch, at, at >= 0, config.block_size)
+            return step.loss(drafter, known, blocks, tokens, Losses(), chunk=64)[0]
+
+        gradient = jax.jit(jax.value_and_grad(objective))
+        lowered = gradient.lower(drafter, table, rows, features, tokens, at)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(64), temporary(512)
+    assert few > 64 * 7 * vocab_size * 4
+    assert many < 1.3 * few
