@@ -85,6 +85,20 @@ class BenchWalk:
 
 
 @dataclasses.dataclass(frozen=True)
+class BenchLoss:
+    """Time a loss in chunks against all logits at once, and against chunks formed again."""
+
+    vocab_size: int = 49152  # V
+    width: int = 576  # D
+    rank: int = 64  # of the Markov tables
+    blocks: int = 128  # conversations times anchors
+    block_size: int = 7  # K
+    chunk: int = 32  # blocks whose logits exist at once
+    repeats: int = 7  # timed calls of each, interleaved
+    json: bool = False  # one JSON object
+
+
+@dataclasses.dataclass(frozen=True)
 class BenchCandidates:
     """Accepted length of greedy decoding at several numbers of candidates, paired by answer."""
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, check, goldens, replay, report
+from dspark_jax import bench, bench_loss, check, goldens, replay, report
 from dspark_jax.arguments import (
     BenchCandidates,
+    BenchLoss,
     BenchWalk,
     CheckEquivalence,
     CheckGoldens,
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
                 run_check_goldens(_parse(CheckGoldens, argv, 2))
             case ["bench"] if argv[1:2] == ["candidates"]:
                 run_bench_candidates(_parse(BenchCandidates, argv, 2))
+            case ["bench"] if argv[1:2] == ["loss"]:
+                run_bench_loss(_parse(BenchLoss, argv, 2))
             case ["bench"] if argv[1:2] == ["walk"]:
                 run_bench_walk(_parse(BenchWalk, argv, 2))
             case _:
@@ -89,7 +92,8 @@ def _usage(argv: list[str]) -> None:
         "  check equivalence  the equivalences between heads and walks, on a drafter\n"
         "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
         "  bench walk         candidate walks against the full-vocabulary walk\n"
-        "  bench candidates   accepted length at several numbers of candidates\n\n"
+        "  bench candidates   accepted length at several numbers of candidates\n"
+        "  bench loss         the loss in chunks against all logits at once\n\n"
         "dspark VERB --help lists the options of a verb.",
         markup=False,
     )
@@ -295,6 +299,16 @@ def run_bench_walk(args: BenchWalk) -> None:
     with report.err.status("timing walks ..."):
         rows = list(bench.walk_costs(*shapes, args.rank, args.repeats))
     report.print_walks(rows, args.json)
+
+
+def run_bench_loss(args: BenchLoss) -> None:
+    """`dspark bench loss`."""
+    shape = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "json"}
+    if min(shape.values()) < 1:
+        raise ValueError(f"{shape}: every number must be at least 1")
+    with report.err.status("timing losses ..."):
+        seconds = bench_loss.loss_costs(**shape)
+    report.print_losses(seconds, args.json)
 
 
 def run_bench_candidates(args: BenchCandidates) -> None:

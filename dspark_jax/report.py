@@ -152,6 +152,20 @@ def print_walks(rows: Sequence[WalkCosts], is_json: bool) -> None:
     out.print(table)
 
 
+def print_losses(seconds: dict[str, float], is_json: bool) -> None:
+    """Milliseconds of each way to a loss and its gradient, and to all logits at once."""
+    ratios = {name: taken / seconds["whole"] for name, taken in seconds.items()}
+    if is_json:
+        print(json.dumps({"seconds": seconds, "ratio": ratios}))
+        return
+    table = Table(title="loss and gradient; ratio to all logits at once")
+    for column in ("logits", "ms", "ratio"):
+        table.add_column(column, justify="right")
+    for name, taken in seconds.items():
+        table.add_row(name, f"{1e3 * taken:.0f}", f"{ratios[name]:.2f}x")
+    out.print(table)
+
+
 def print_candidates(rows: Sequence[tuple[Candidates, Replay]], is_json: bool) -> None:
     """Accepted length and recall by number of candidates, beside the first full walk's."""
     if is_json:

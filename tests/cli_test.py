@@ -249,10 +249,19 @@ def test_bench_walk_times_every_walk_of_every_shape(capsys):
     assert "associative" in capsys.readouterr().out
 
 
+def test_bench_loss_compares_three_ways(capsys):
+    sizes = {"vocab-size": 60, "width": 8, "rank": 2, "blocks": 4, "chunk": 2, "repeats": 1}
+    argv = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    cli.main(["bench", "loss", *argv])
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("whole", "chunked", "remat", "1.00x"))
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
         (["check"], "unknown verb 'check'"),
+        (["bench", "loss", "--chunk", "48"], "chunk = 48: must divide the 128 blocks"),
         (["bench", "other"], "unknown verb 'bench other'"),
         (["bench", "walk", "--candidates", "0"], "candidates = (0,)"),
         (["check", "equivalence", "--drafter", "none"], "name a drafter"),

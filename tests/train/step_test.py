@@ -280,7 +280,7 @@ def test_peak_memory_does_not_grow_with_the_anchors(optimised):
     vocab_size, width, length = 151_936, 128, 512
     config = dataclasses.replace(
         DRAFTER,
-        geometry=dataclasses.replace(DRAFTER.geometry, width=width, head_dim=32, mlp_width=384),
+        geometry=dataclasses.replace(DRAFTER.geometry, width=width, heads=8, mlp_width=384),
         vocab_size=vocab_size,
         block_size=7,
     )
