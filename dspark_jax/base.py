@@ -28,12 +28,14 @@ class Batch:
       loss_mask: True on tokens the target itself wrote (answers and their end-of-turn).
       features: the target's context features, None = not computed yet.
       hidden: the target's final-normed hidden states, None likewise.
+      segments: 1, 2, ... where several conversations share a row, 0 on padding; None = one a row.
     """
 
     tokens: Int[HostArray, "B T"]
     loss_mask: Bool[HostArray, "B T"]
     features: Float[HostArray, "B T F"] | None = None
     hidden: Float[HostArray, "B T D"] | None = None
+    segments: Int[HostArray, "B T"] | None = None
 
 
 @chex.dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Blocks:
       prevs: the token before each predicted one (teacher forcing).
       labels: the token each position predicts.
       counted: True where the label is supervised and all labels before it are.
+      starts: first slot of each token's conversation; None = 0.
     """
 
     anchors: Int[Array, "B A"]
@@ -53,6 +56,7 @@ class Blocks:
     prevs: Int[Array, "B A K"]
     labels: Int[Array, "B A K"]
     counted: Bool[Array, "B A K"]
+    starts: Int[Array, "B T"] | None = None
 
 
 @chex.dataclass(frozen=True)

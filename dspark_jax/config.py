@@ -270,19 +270,20 @@ class Optimizer:
 class TrainConfig:
     """One training run."""
 
-    data: str  # conversations answered by the target, JSON lines
+    data: str  # conversations answered by the target: a folder of shards, or JSON lines
     workdir: str  # checkpoints, metrics and the resolved config go here
     target: str = "smollm2"  # name or folder
     drafter: DrafterRecipe = DrafterRecipe()  # what to train
     losses: Losses = Losses()  # what to minimise
     optimizer: Optimizer = Optimizer()  # how
     steps: int = 1000  # optimizer steps
-    batch_size: int = 8  # conversations a step
-    num_anchors: int = 512  # A, blocks a conversation
+    batch_size: int = 8  # rows a step; a row is one conversation, or several packed
+    num_anchors: int = 512  # A, blocks a row
     anchor_chunk: int = 64  # blocks whose logits exist at once
     frequent_tokens: int = 0  # sampled softmax: tokens always in the loss; 0 = the whole vocabulary
     drawn_tokens: int = 0  # sampled softmax: other tokens drawn each step
     max_length: int = 4096  # tokens a conversation, cut on the right
+    pack: bool = False  # fill rows of max_length with conversations that do not see each other
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
     max_cache_bytes: int = 0  # keep the target's features on disk; 0 = compute them in the step

@@ -37,6 +37,7 @@ def sight(
     rows: int,
     window: int | None = None,
     is_causal: bool = False,
+    start: Int[Array, "B A"] | None = None,
 ) -> Bool[Array, "B A Q keys"]:
     """Which keys, context slots and then the block's rows, each block row sees.
 
@@ -47,12 +48,15 @@ def sight(
       rows: of a block.
       window: rows see keys less than this far away, None = all.
       is_causal: rows see no later row of their block.
+      start: first slot of context that is seen, None = 0.
 
     Returns:
       One row for all where all see the same.
     """
     own, keys = jnp.arange(rows), jnp.arange(slots)
     context = keys < first[..., None, None]
+    if start is not None:
+        context &= keys >= start[..., None, None]
     ahead = own - own[:, None]
     itself = (ahead <= 0) if is_causal else jnp.ones_like(ahead, bool)
     if window is not None:
@@ -122,11 +126,12 @@ class BackboneLayer(nnx.Module):
         first: Int[Array, "B A"],
         valid: Bool[Array, "B A"],
         positions: Int[Array, "B A Q"],
+        start: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A Q D"]:
         """Attention over [context ; block], then the MLP, each between its convolutions."""
         g = self.geometry
         slots, rows = context[0].shape[2], x.shape[2]
-        seen = sight(first, valid, slots, rows, self.window, self.is_causal)
+        seen = sight(first, valid, slots, rows, self.window, self.is_causal, start)
 
         def attention(hidden):
             q = self.self_attn.queries(hidden, positions)
@@ -185,8 +190,12 @@ class Backbone(nnx.Module):
         first: Int[Array, "B A"],
         valid: Bool[Array, "B A"],
         positions: Int[Array, "B A Q"],
+        start: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A Q D"]:
-        """Final-normed hidden states of block rows, whose anchors would stand at slots `first`."""
+        """Final-normed hidden states of block rows, whose anchors would stand at slots `first`.
+
+        They see the context from slot `start` on.
+        """
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x = layer(x, layer_context, first, valid, positions)
+            x = layer(x, layer_context, first, valid, positions, start)
         return self.norm(x)

@@ -136,6 +136,7 @@ class Drafter(nnx.Module):
         context: tuple[Context, ...],
         first: Int[Array, "B A"],
         valid: Bool[Array, "B A"],
+        start: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A K D"]:
         """Hidden states of the predicting rows of each block.
 
@@ -146,6 +147,7 @@ class Drafter(nnx.Module):
           context: keys and values from `backbone.context`.
           first: slots of the anchors; context before them is seen.
           valid: False for dummy blocks, which hold masks only.
+          start: first slot of context that is seen, None = 0.
         """
         c = self.config
         lead = jnp.where(valid, anchors, c.mask_token)[..., None]
@@ -154,5 +156,5 @@ class Drafter(nnx.Module):
         if c.embedding_scale is not None:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         rows = positions[..., None] + jnp.arange(c.num_inputs)
-        out = self.backbone(x, context, first, valid, rows)
+        out = self.backbone(x, context, first, valid, rows, start)
         return out if c.predict_from_anchor else out[..., 1:, :]

@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache | None,
         slots: Int[Array, "B T"],
         positions: Int[Array, "B T"],
+        starts: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without a cache the rows attend to each other only, causally."""
         hidden = self.input_layernorm(x)
@@ -78,6 +79,8 @@ class DecoderLayer(nnx.Module):
         visible = keys <= slots[..., None]
         if self.window is not None:
             visible &= keys > slots[..., None] - self.window
+        if starts is not None:
+            visible &= keys >= starts[..., None]
         g = self.geometry
         out = self.self_attn.o_proj(attend(q, k, v, visible, g.scale, g.attention_softcap))
         x = x + (out if self.attention_norm is None else self.attention_norm(out))
@@ -135,6 +138,7 @@ class Target(nnx.Module):
         cache: tuple[LayerCache, ...] | None = None,
         slots: Int[Array, "B"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        starts: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], tuple[LayerCache, ...] | None]:
         """Runs tokens at slots[b], slots[b] + 1, ... behind what the cache holds.
 
@@ -143,19 +147,22 @@ class Target(nnx.Module):
           target_layer_ids: layers whose raw outputs become the context features, -1 = embeddings.
           cache: keys and values of earlier slots; None = the tokens are the whole context.
           slots: first slot of each row, 0 by default.
-          positions: rotary positions, the slots by default.
+          positions: rotary positions, the slots by default, counted from `starts`.
+          starts: first slot that each token sees, where a row holds several texts; None = 0.
 
         Returns:
           Final-normed hidden states, concatenated context features, the written cache.
         """
         zeros = jnp.zeros((tokens.shape[0],), jnp.int32)
         slots = (zeros if slots is None else slots)[:, None] + jnp.arange(tokens.shape[1])
-        positions = slots if positions is None else positions
+        if positions is None:
+            positions = slots if starts is None else slots - starts
         x = self.embed(tokens)
         taps = {-1: x}
         written = []
         for i, layer in enumerate(self.layers):
-            x, layer_cache = layer(x, None if cache is None else cache[i], slots, positions)
+            kept = None if cache is None else cache[i]
+            x, layer_cache = layer(x, kept, slots, positions, starts)
             taps[i] = x
             written.append(layer_cache)
         features = [taps[i] for i in target_layer_ids] or [x[..., :0]]

@@ -7,17 +7,39 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dspark_jax.base import Batch, Blocks
 
 
-def candidates(loss_mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Positions that may be anchors: they and the next token are both supervised."""
-    return loss_mask & jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
+def starts(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """First slot of the segment that each token belongs to."""
+    is_first = jnp.diff(segments, axis=1, prepend=-1) != 0
+    slots = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    return jax.lax.cummax(jnp.where(is_first, slots, 0), axis=1)
+
+
+def candidates(
+    loss_mask: Bool[Array, "B T"], segments: Int[Array, "B T"] | None = None
+) -> Bool[Array, "B T"]:
+    """Positions that may be anchors: they and the next token of the text are both supervised."""
+    allowed = loss_mask & jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
+    if segments is None:
+        return allowed
+    return allowed & (segments == jnp.pad(segments[:, 1:], ((0, 0), (0, 1))))
 
 
 def sample(
-    key: Key[Array, ""], loss_mask: Bool[Array, "B T"], num_anchors: int
+    key: Key[Array, ""],
+    loss_mask: Bool[Array, "B T"],
+    num_anchors: int,
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Anchors drawn uniformly without replacement, ascending; then dummies (0, False)."""
-    allowed = candidates(loss_mask)
-    draws = jnp.where(allowed, jax.random.uniform(key, allowed.shape), 2.0)
+    """Anchors drawn uniformly without replacement, ascending; then dummies (0, False).
+
+    The draw of a slot depends on the key, the row's number and the slot alone: not on the padding,
+    nor on the rows beside it.
+    """
+    allowed = candidates(loss_mask, segments)
+    rows, length = allowed.shape
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (length,)))(keys)
+    draws = jnp.where(allowed, draws, 2.0)
     kept = min(num_anchors, allowed.shape[1])
     order = jnp.argsort(draws, axis=1)[:, :kept]
     valid = jnp.take_along_axis(allowed, order, 1)
@@ -36,7 +58,8 @@ def cut(
 ) -> Blocks:
     """Predecessors, labels and what counts.
 
-    Supervision stops at the first gap, for good (DSpark), or leaves out the gap alone (Domino).
+    Supervision stops at the first gap, for good (DSpark), or leaves out the gap alone (Domino);
+    it never reaches into another segment of the row.
     """
     length = batch.tokens.shape[1]
     ahead = anchors[..., None] + 1 + jnp.arange(block_size)
@@ -45,6 +68,9 @@ def cut(
     rows = jnp.arange(batch.tokens.shape[0])[:, None, None]
     labels = batch.tokens[rows, safe]
     supervised = inside & batch.loss_mask[rows, safe]
+    if batch.segments is not None:
+        segments = batch.segments[rows, anchors[..., None]]
+        supervised &= batch.segments[rows, safe] == segments
     first = batch.tokens[rows[..., 0], anchors][..., None]
     return Blocks(
         anchors=anchors,
@@ -52,6 +78,7 @@ def cut(
         prevs=jnp.concatenate([first, labels[..., :-1]], -1),
         labels=labels,
         counted=jnp.cumprod(supervised, -1).astype(bool) if is_contiguous else supervised,
+        starts=None if batch.segments is None else starts(batch.segments),
     )
 
 
@@ -59,7 +86,7 @@ def blocks(
     key: Key[Array, ""], batch: Batch, num_anchors: int, block_size: int, is_contiguous: bool
 ) -> Blocks:
     """The batch cut behind sampled anchors."""
-    chosen = sample(key, batch.loss_mask, num_anchors)
+    chosen = sample(key, batch.loss_mask, num_anchors, batch.segments)
     return cut(batch, *chosen, block_size, is_contiguous)
 
 

@@ -1,33 +1,60 @@
-"""Conversations the target has answered -> batches; shuffled each epoch, resumable anywhere."""
+"""Conversations -> batches: rows in an order of their own each epoch, padded, resumable anywhere."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import chex
 import grain
 import numpy as np
+from jaxtyping import Int
 
-from dspark_jax import jsonl
 from dspark_jax.base import Batch
+from dspark_jax.train import packing
 
-Render = Callable[..., tuple[list[int], list[bool]]]  # (messages, finished=) -> tokens, loss mask
+log = logging.getLogger(__name__)
 
 
 @chex.dataclass(frozen=True)
 class Conversation:
-    """One training sample.
+    """One training sample, or several joined to one row.
 
     Attributes:
       tokens: ids of the whole conversation.
       loss_mask: True where the target wrote the token.
       features: the target's context features, None = not computed.
       hidden: the target's final-normed hidden states, None = not computed.
+      segments: 1, 2, ... for the tokens of each conversation of a joined row; None = not joined.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     features: np.ndarray | None = None
     hidden: np.ndarray | None = None
+    segments: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Sequence[Conversation]):
+    """Conversations that are loaded when asked for.
+
+    Attributes:
+      load: reads the conversation of an index.
+      lengths: tokens of each.
+      fingerprint: of all of them, in order.
+    """
+
+    load: Callable[[int], Conversation]
+    lengths: Int[np.ndarray, "N"]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Conversation:
+        if not 0 <= index < len(self):
+            raise IndexError(f"conversation {index} of {len(self)}")
+        return self.load(index)
 
 
 @chex.dataclass(frozen=True)
@@ -36,83 +63,58 @@ class Corpus:
 
     Attributes:
       conversations: kept samples.
-      dropped: samples with too few supervised tokens, or none that can be an anchor.
+      dropped: how many samples were not, by reason.
     """
 
-    conversations: list[Conversation]
-    dropped: int
+    conversations: Sequence[Conversation]
+    dropped: Mapping[str, int]
 
 
-def read(
-    path: Path, render: Render | None, vocab_size: int, max_length: int, min_supervised: int
-) -> Corpus:
-    """Reads JSON lines of answered conversations.
+def lengths(conversations: Sequence[Conversation]) -> Int[np.ndarray, "N"]:
+    """Tokens of each conversation; none is loaded for it."""
+    if isinstance(conversations, Stored):
+        return conversations.lengths
+    return np.asarray([len(c.tokens) for c in conversations])
 
-    A line gives `tokens` and `reply_start` (index of the first answer token), or `messages`,
-    which `render` turns into tokens and a mask; `finished` = false says that the last answer was
-    cut short.
 
-    Raises:
-      ValueError: a line is malformed, names ids outside the vocabulary, or nothing is left.
+def join(conversations: Sequence[Conversation]) -> Conversation:
+    """One row of several conversations, each a segment."""
+
+    def joined(field: str) -> np.ndarray | None:
+        parts = [c[field] for c in conversations]
+        return None if parts[0] is None else np.concatenate(parts)
+
+    sizes = [len(c.tokens) for c in conversations]
+    return Conversation(
+        tokens=joined("tokens"),
+        loss_mask=joined("loss_mask"),
+        features=joined("features"),
+        hidden=joined("hidden"),
+        segments=np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes),
+    )
+
+
+def collate(conversations: Sequence[Conversation], multiple: int, longest: int = 0) -> Batch:
+    """Pads with zeros on the right to the next multiple, so that few shapes are compiled.
+
+    Args:
+      conversations: the rows.
+      multiple: of the padded length.
+      longest: tokens of a longer row elsewhere, to whose length these are padded too.
     """
-    kept, dropped = [], 0
-    for conversation in jsonl.read(
-        path, "data", lambda row: _conversation(row, render, vocab_size)
-    ):
-        cut = conversation.replace(
-            tokens=conversation.tokens[:max_length], loss_mask=conversation.loss_mask[:max_length]
-        )
-        if _trainable(cut.loss_mask, min_supervised):
-            kept.append(cut)
-        else:
-            dropped += 1
-    if not kept:
-        raise ValueError(
-            f"{path}: none of {dropped} conversations has {min_supervised} supervised tokens "
-            "and two in a row; lower min_supervised or check the answers"
-        )
-    return Corpus(conversations=kept, dropped=dropped)
-
-
-def _trainable(mask: np.ndarray, min_supervised: int) -> bool:
-    return bool(mask.sum() >= min_supervised and (mask[1:] & mask[:-1]).any())
-
-
-def _conversation(row: dict, render: Render | None, vocab_size: int) -> Conversation:
-    if "tokens" in row and "reply_start" in row:
-        tokens, start = np.asarray(row["tokens"]), row["reply_start"]
-        if type(start) is not int or not start >= 0:
-            raise ValueError(f"`reply_start` = {start!r}: must be an index into `tokens`")
-        mask = np.arange(tokens.size) >= start
-    elif "messages" in row and render is not None:
-        tokens, mask = map(np.asarray, render(row["messages"], finished=row.get("finished", True)))
-    else:
-        raise ValueError("has neither `tokens` with `reply_start` nor `messages`")
-    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind != "i":
-        raise ValueError("`tokens` must be a non-empty list of whole numbers")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(
-            f"token ids {tokens.min()}..{tokens.max()} are outside the target's 0..{vocab_size - 1}"
-        )
-    return Conversation(tokens=tokens.astype(np.int32), loss_mask=mask.astype(bool))
-
-
-def collate(conversations: Sequence[Conversation], multiple: int) -> Batch:
-    """Pads with zeros on the right to the next multiple, so that few shapes are compiled."""
-    longest = max(len(c.tokens) for c in conversations)
+    longest = max(longest, *(len(c.tokens) for c in conversations))
     length = -(-longest // multiple) * multiple
 
     def stack(field: str) -> np.ndarray | None:
-        rows = [getattr(c, field) for c in conversations]
-        if rows[0] is None:
-            return None
-        return np.stack([_pad(row, length) for row in rows])
+        rows = [c[field] for c in conversations]
+        return None if rows[0] is None else np.stack([_pad(row, length) for row in rows])
 
     return Batch(
         tokens=stack("tokens"),
         loss_mask=stack("loss_mask"),
         features=stack("features"),
         hidden=stack("hidden"),
+        segments=stack("segments"),
     )
 
 
@@ -126,21 +128,54 @@ def batches(
     multiple: int,
     seed: int,
     attach: Callable[[int, Conversation], Conversation] = lambda index, conversation: conversation,
+    *,
+    capacity: int = 0,
+    host: int = 0,
+    hosts: int = 1,
+    threads: int = 1,
 ) -> grain.DatasetIterator[Batch]:
-    """Endless batches in an order that depends on the seed and the epoch alone.
+    """Endless batches of rows, in an order that depends on the seed and the epoch alone.
 
-    The iterator's `get_state` and `set_state` name the position exactly.
+    Batch s is the same whatever the number of hosts: each gets its part of it, padded as all of it
+    is. The iterator's `get_state` and `set_state` name the position exactly, alike on all hosts,
+    so that any number of them can continue.
 
     Args:
       conversations: the corpus.
-      batch_size: conversations a batch.
+      batch_size: rows a batch, over all hosts.
       multiple: of the padded length.
       seed: of the order.
       attach: adds what is kept elsewhere to the conversation of an index.
+      capacity: tokens of a row that several conversations share; 0 = one conversation a row.
+      host: which part of each batch to load.
+      hosts: how many parts there are.
+      threads: batches read at once.
+
+    Raises:
+      ValueError: the batch cannot be shared evenly, or a conversation is longer than a row.
     """
-    order = grain.MapDataset.range(len(conversations)).seed(seed).shuffle().repeat()
-    samples = order.map(lambda index: attach(index, conversations[index]))
-    grouped = samples.batch(
-        batch_size, drop_remainder=True, batch_fn=lambda rows: collate(rows, multiple)
-    )
-    return iter(grouped.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+    if batch_size % hosts or not 0 <= host < hosts:
+        raise ValueError(
+            f"batch_size = {batch_size}: each of {hosts} hosts needs the same number of rows, and "
+            f"host = {host} must be one of them; choose a multiple"
+        )
+    sizes = lengths(conversations)
+    plan = packing.pack(sizes, capacity) if capacity else packing.alone(sizes)
+    if capacity:
+        fill = plan.lengths.mean() / capacity
+        log.info(
+            "%d conversations in %d rows, %.1f%% full", len(sizes), len(plan.lengths), 100 * fill
+        )
+
+    def row(index: int) -> Conversation:
+        members = [attach(i, conversations[i]) for i in plan.row(index)]
+        return join(members) if capacity else members[0]
+
+    def load(rows: Int[np.ndarray, "B"]) -> Batch:
+        mine = np.split(rows, hosts)[host]
+        return collate([row(i) for i in mine.tolist()], multiple, plan.lengths[rows].max())
+
+    order = grain.MapDataset.range(len(plan.lengths)).seed(seed).shuffle().repeat()
+    grouped = order.batch(batch_size, drop_remainder=True, batch_fn=np.asarray).map(load)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads))
+    return iter(grouped.to_iter_dataset(options))

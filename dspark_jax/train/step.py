@@ -57,7 +57,8 @@ def ask(target: Target, batch: Batch, target_layer_ids: tuple[int, ...]) -> Know
     """What the target says, without gradient; it runs unless the batch brings its features."""
     features, hidden = batch.features, batch.hidden
     if features is None:
-        hidden, features, _ = target(batch.tokens, target_layer_ids)
+        starts = None if batch.segments is None else anchors.starts(batch.segments)
+        hidden, features, _ = target(batch.tokens, target_layer_ids, starts=starts)
     lent = Lent(embedding=target.embed_tokens[...], head=target.head)
     return jax.lax.stop_gradient(Knowledge(features=features, hidden=hidden, lent=lent))
 
@@ -71,21 +72,24 @@ def predictions(
     """
     length, where = tokens.shape[1], blocks.anchors
     rows = jnp.arange(tokens.shape[0])[:, None]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    slots = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    positions = slots if blocks.starts is None else slots - blocks.starts
+    start = None if blocks.starts is None else blocks.starts[rows, where]
     context = drafter.backbone.context(known.features, positions)
 
     def some(part):
-        anchors, where, valid = part
-        return drafter.hidden(known.lent, anchors, where, context, where, valid)
+        lead, at, where, valid, start = part
+        return drafter.hidden(known.lent, lead, at, context, where, valid, start)
 
-    hidden = _over_anchors(some, (tokens[rows, where], where, blocks.valid), chunk)
+    lead, at = tokens[rows, where], positions[rows, where]
+    hidden = _over_anchors(some, (lead, at, where, blocks.valid, start), chunk)
     ahead = where[..., None] + jnp.arange(blocks.labels.shape[-1])
     pick = jax.vmap(lambda row, index: row[index])  # by row, so that no device needs another's
     return hidden, pick(known.hidden, jnp.minimum(ahead, length - 2))
 
 
 def _over_anchors(
-    function: Callable, parts: tuple[Shaped[Array, "B A"], ...], chunk: int
+    function: Callable, parts: tuple[Shaped[Array, "B A"] | None, ...], chunk: int
 ) -> Float[Array, "B A K D"]:
     """function(parts), a divisor of A anchors at a time.
 
