@@ -6,7 +6,9 @@ chat template writes, in which messages have stand-ins for such text (see `chat`
 """
 
 import copy
+import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -54,6 +56,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the highest id; a target may have more rows."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of vocabulary and chat template: those of equal ones give a conversation the same ids."""
+        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        text = json.dumps([vocabulary, self.chat_template])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

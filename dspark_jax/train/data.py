@@ -1,4 +1,4 @@
-"""Conversations -> batches: rows in an order of their own each epoch, padded, resumable anywhere."""
+"""Conversations -> batches: another order each epoch, padded rows, resumable anywhere."""
 
 import dataclasses
 import logging
@@ -173,7 +173,7 @@ def batches(
 
     def load(rows: Int[np.ndarray, "B"]) -> Batch:
         mine = np.split(rows, hosts)[host]
-        return collate([row(i) for i in mine.tolist()], multiple, plan.lengths[rows].max())
+        return collate([row(i) for i in mine.tolist()], multiple, int(plan.lengths[rows].max()))
 
     order = grain.MapDataset.range(len(plan.lengths)).seed(seed).shuffle().repeat()
     grouped = order.batch(batch_size, drop_remainder=True, batch_fn=np.asarray).map(load)

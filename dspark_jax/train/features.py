@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from dspark_jax.nn.target import Target
-from dspark_jax.train.data import Corpus, collate
+from dspark_jax.train.data import Corpus, collate, lengths
 from dspark_jax.train.workdir import digest
 
 log = logging.getLogger(__name__)
@@ -57,20 +57,19 @@ def build(
       ValueError: the cache would be larger than `max_bytes`, and nothing is written then; or the
         folder holds another corpus's features.
     """
-    conversations = corpus.conversations
-    lengths = np.asarray([len(c.tokens) for c in conversations])
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    ends = np.cumsum(lengths(corpus.conversations), dtype=np.int64)
+    starts, total = np.concatenate([[0], ends[:-1]]), int(ends[-1])
     width, dtype = target.config.geometry.width, np.dtype(target.embed_tokens[...].dtype)
     widths = {"features": width * len(target_layer_ids), "hidden": width}
-    size = int(lengths.sum()) * sum(widths.values()) * dtype.itemsize
+    size = total * sum(widths.values()) * dtype.itemsize
     if size > max_bytes:
         raise ValueError(
-            f"max_cache_bytes = {max_bytes}: {lengths.sum()} tokens need {size} bytes; "
+            f"max_cache_bytes = {max_bytes}: {total} tokens need {size} bytes; "
             "raise it, or set it to 0 to run the target inside the step"
         )
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
-        name: _open(folder / f"{name}.npy", (int(lengths.sum()), columns), dtype)
+        name: _open(folder / f"{name}.npy", (total, columns), dtype)
         for name, columns in widths.items()
     }
     cache = Cache(starts=starts, **arrays)
@@ -124,7 +123,7 @@ def _run(
 ) -> None:
     """Longest last, in batches of similar length."""
     conversations = corpus.conversations
-    order = np.argsort([len(c.tokens) for c in conversations], kind="stable")
+    order = np.argsort(lengths(conversations), kind="stable")
     graphdef, params = nnx.split(target)
 
     @jax.jit
@@ -133,11 +132,12 @@ def _run(
 
     for first in range(progress.done, len(order), batch_size):
         group = order[first : first + batch_size].tolist()
-        tokens = collate([conversations[i] for i in group], 64).tokens
+        some = [conversations[i] for i in group]
+        tokens = collate(some, 64).tokens
         padded = np.pad(tokens, ((0, batch_size - len(group)), (0, 0)))
         hidden, features = jax.device_get(states(params, jnp.asarray(padded)))
         for row, i in enumerate(group):
-            length = len(conversations[i].tokens)
+            length = len(some[row].tokens)
             to_features, to_hidden = cache.rows(i, length)
             to_features[:], to_hidden[:] = features[row, :length], hidden[row, :length]
         done = min(first + batch_size, len(order))

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def run(
     corpus, held = holdout.split(corpus, config.holdout, config.seed, config.batch_size)
     attach, samples = _attach(config, target, corpus, drafter_config), corpus.conversations
     _pin_together(workdir, config, drafter_config, everything)
-    batches = data.batches(samples, config.batch_size, config.length_multiple, config.seed, attach)
+    batches = _batches(config, samples, attach, place)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
         state, position = checkpoints.restore(state)
@@ -81,6 +81,23 @@ def run(
     finally:
         checkpoints.close()
     return nnx.merge(graphdef, place.whole(state.params))
+
+
+def _batches(
+    config: TrainConfig, samples: Sequence, attach: Callable, place: Placement
+) -> grain.DatasetIterator[Batch]:
+    """The part of each batch that this process loads."""
+    host, hosts = place.share
+    return data.batches(
+        samples,
+        config.batch_size,
+        config.length_multiple,
+        config.seed,
+        attach,
+        capacity=config.max_length if config.pack else 0,
+        host=host,
+        hosts=hosts,
+    )
 
 
 def _pin_together(workdir: Path, *pinned: Any) -> None:

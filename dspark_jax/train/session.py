@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.train import data, initial, loop
+from dspark_jax.train import data, initial, loop, sources
 from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
 from dspark_jax.weights.load import LoadedTarget, load_target
@@ -28,16 +28,16 @@ def train(config: TrainConfig) -> Path:
     """
     target = load_target(config.target)
     _check_mask_token(config, target)
-    corpus = data.read(
+    corpus = sources.read(
         Path(config.data),
         target.tokenizer.assistant_mask,
         target.model.config.vocab_size,
         config.max_length,
         config.min_supervised,
+        config.target,
+        target.tokenizer.fingerprint,
     )
-    log.info(
-        "%d conversations, %d too short and left out", len(corpus.conversations), corpus.dropped
-    )
+    log.info(sources.summary(corpus))
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
     with _progress() as progress:
         task = progress.add_task("training", total=config.steps, note="")
@@ -72,14 +72,14 @@ def resolve(
     elif config.drafter.start not in ("random", "target_last"):
         scales = native.load(Path(config.drafter.start)).config.feature_scales
     elif config.drafter.scale_features:
-        long = [c.tokens for c in corpus.conversations if len(c.tokens) >= _SCALE_TOKENS]
-        if not long:
+        long = np.flatnonzero(data.lengths(corpus.conversations) >= _SCALE_TOKENS)[:_SCALE_ROWS]
+        if not long.size:
             raise ValueError(
                 f"drafter.scale_features = True needs a conversation of {_SCALE_TOKENS} tokens"
             )
-        sample = np.stack([tokens[:_SCALE_TOKENS] for tokens in long[:_SCALE_ROWS]])
+        rows = [corpus.conversations[i].tokens[:_SCALE_TOKENS] for i in long.tolist()]
         ids = config.drafter.target_layer_ids or spread_layers(target.config.num_layers)
-        scales = initial.measure_scales(target, jnp.asarray(sample), ids)
+        scales = initial.measure_scales(target, jnp.asarray(np.stack(rows)), ids)
     return initial.drafter_config(config.drafter, target.config, scales)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import DrafterConfig, TrainConfig, as_dict
-from dspark_jax.train.data import Corpus
+from dspark_jax.train.data import Corpus, Stored
 
 # What may differ between a run and its continuation: it changes no parameter.
 _MAY_CHANGE = {
@@ -25,6 +25,8 @@ _MAY_CHANGE = {
 
 def digest(corpus: Corpus) -> str:
     """A fingerprint of every token and mask, in order."""
+    if isinstance(corpus.conversations, Stored):
+        return corpus.conversations.fingerprint
     total = hashlib.sha256()
     for conversation in corpus.conversations:
         total.update(conversation.tokens.tobytes())

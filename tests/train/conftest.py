@@ -38,4 +38,4 @@ def corpus() -> Corpus:
         tokens = np.append([i], random.integers(0, 30, 8 + i)).astype(np.int32)
         mask = np.arange(len(tokens)) >= 3
         conversations.append(Conversation(tokens=tokens, loss_mask=mask))
-    return Corpus(conversations=conversations, dropped=0)
+    return Corpus(conversations=conversations, dropped={})

@@ -1,103 +1,14 @@
-"""Conversations: what is kept, what is refused, and in which order they come."""
+"""Batches: how rows are padded, in which order they come, and which part of them a host loads."""
 
 import json
 
+import chex
+import jax
 import numpy as np
 import pytest
 
 from dspark_jax.train import data
 from dspark_jax.train.data import Conversation
-
-
-def write(folder, lines):
-    """A file of JSON lines."""
-    path = folder / "data.jsonl"
-    text = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_text("\n".join(text) + "\n", encoding="utf-8")
-    return path
-
-
-def read(path, render=None, max_length=64, min_supervised=1):
-    return data.read(path, render, 97, max_length, min_supervised)
-
-
-def answered(supervised: int, prompt: int = 2) -> dict:
-    """A conversation with some answer tokens."""
-    return {"tokens": list(range(1, prompt + supervised + 1)), "reply_start": prompt}
-
-
-def test_tokens_of_the_answer_are_supervised(tmp_path):
-    (kept,) = read(write(tmp_path, [answered(3), "  "])).conversations
-    assert kept.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert kept.loss_mask.tolist() == [False, False, True, True, True]
-    assert kept.tokens.dtype == np.int32
-
-
-def test_messages_are_rendered_and_masked_by_the_callers_template(tmp_path):
-    messages = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ok"}]
-    seen = []
-
-    def render(given, finished):
-        seen.append((given, finished))
-        return [5, 6, 7, 8], [0, 0, 1, 1]
-
-    rows = [{"messages": messages}, {"messages": messages, "finished": False}]
-    kept = read(write(tmp_path, rows), render).conversations[0]
-    assert seen == [(messages, True), (messages, False)]
-    assert kept.tokens.tolist() == [5, 6, 7, 8]
-    assert kept.loss_mask.tolist() == [False, False, True, True]
-
-
-def test_samples_without_an_anchor_are_dropped_and_counted(tmp_path):
-    """T05: an anchor and a label are two supervised tokens in a row."""
-    corpus = read(write(tmp_path, [answered(n) for n in (0, 1, 2, 3)]))
-    assert [int(c.loss_mask.sum()) for c in corpus.conversations] == [2, 3]
-    assert corpus.dropped == 2
-
-
-def test_supervised_tokens_that_do_not_touch_give_no_anchor(tmp_path):
-    def render(messages, finished):
-        return [1, 2, 3, 4, 5], messages[0]["mask"]
-
-    rows = [{"messages": [{"mask": mask}]} for mask in ([0, 1, 0, 1, 0], [0, 1, 1, 0, 0])]
-    corpus = read(write(tmp_path, rows), render)
-    assert (len(corpus.conversations), corpus.dropped) == (1, 1)
-
-
-def test_what_is_cut_off_does_not_count(tmp_path):
-    path = write(tmp_path, [answered(10), answered(10, prompt=6)])
-    corpus = read(path, max_length=8, min_supervised=3)
-    assert [len(c.tokens) for c in corpus.conversations] == [8]
-    assert corpus.dropped == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", "line 2: "),
-        ("3", "line 2: holds a int, expected an object"),
-        ({"text": "hello"}, "line 2: has neither `tokens` with `reply_start` nor `messages`"),
-        ({"messages": []}, "line 2: has neither"),  # there is no template to render with
-        ({"tokens": [], "reply_start": 0}, "line 2: `tokens` must be a non-empty list"),
-        ({"tokens": [[1]], "reply_start": 0}, "line 2: `tokens` must be a non-empty list"),
-        ({"tokens": [1.5, 2], "reply_start": 0}, "line 2: `tokens` .* of whole numbers"),
-        ({"tokens": "abc", "reply_start": 0}, "line 2: `tokens` .* of whole numbers"),
-        ({"tokens": [1, 97], "reply_start": 0}, "line 2: token ids 1..97 are outside .* 0..96"),
-        ({"tokens": [-1, 3], "reply_start": 0}, "line 2: token ids -1..3 are outside"),
-        ({"tokens": [1, 2], "reply_start": "a"}, "line 2: `reply_start` = 'a'"),
-        ({"tokens": [1, 2], "reply_start": -1}, "line 2: `reply_start` = -1"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        read(write(tmp_path, [answered(4), line]))
-
-
-def test_a_missing_or_useless_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data = .*nowhere.jsonl: no such file"):
-        read(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match="none of 2 conversations has 14 supervised tokens"):
-        read(write(tmp_path, [answered(3), answered(13)]), min_supervised=14)
 
 
 def test_batches_are_padded_with_zeros_to_the_next_multiple():
@@ -120,9 +31,17 @@ def test_batches_are_padded_with_zeros_to_the_next_multiple():
     assert without.features is None and without.hidden is None
 
 
+def first_tokens(batch) -> list[int]:
+    """Which conversations a batch holds, in order."""
+    if batch.segments is None:
+        return batch.tokens[:, 0].tolist()
+    begins = (np.diff(batch.segments, axis=1, prepend=0) != 0) & (batch.segments > 0)
+    return batch.tokens[begins].tolist()
+
+
 def names(batches, count: int) -> list[int]:
     """Which conversations the next batches hold, in order."""
-    return [int(token) for _ in range(count) for token in next(batches).tokens[:, 0]]
+    return [name for _ in range(count) for name in first_tokens(next(batches))]
 
 
 def endless(corpus, seed=0, batch_size=2, **options):
@@ -143,28 +62,79 @@ def test_the_order_depends_on_the_seed_alone(corpus):
     assert names(endless(corpus, seed=1), 14) != order
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3, 4, 9])
-def test_a_restored_position_continues_the_same_order(corpus, stop):
-    """T22: three epochs with a stop anywhere are three epochs."""
-    whole = names(endless(corpus), 11)
-    first = endless(corpus)
-    before = names(first, stop)
-    position = json.loads(json.dumps(first.get_state()))
-    second = endless(corpus)
-    names(second, 2)
-    second.set_state(position)
-    assert before + names(second, 11 - stop) == whole
+def together(parts):
+    """The batch that all hosts hold together; what they hold has one shape."""
+    assert len({part.tokens.shape for part in parts}) == 1
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def test_what_is_attached_belongs_to_its_conversation(corpus):
+@pytest.mark.parametrize(
+    ("hosts", "threads", "capacity"), [(1, 3, 0), (2, 2, 0), (4, 1, 0), (2, 1, 30), (4, 3, 30)]
+)
+def test_all_hosts_together_hold_the_batches_of_one(corpus, hosts, threads, capacity):
+    """T20, T23: whatever the number of hosts and readers, with equal shapes on all hosts."""
+    options = {"batch_size": 4, "capacity": capacity}
+    single = endless(corpus, **options)
+    parts = [
+        endless(corpus, host=host, hosts=hosts, threads=threads, **options) for host in range(hosts)
+    ]
+    for _ in range(6):
+        chex.assert_trees_all_equal(together([next(part) for part in parts]), next(single))
+        assert all(part.get_state() == single.get_state() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("stop", "before", "after", "capacity"),
+    [(0, 1, 4, 0), (1, 1, 1, 0), (4, 4, 2, 0), (5, 2, 1, 0), (2, 2, 4, 30)],
+)
+def test_a_restored_position_continues_the_same_order(corpus, stop, before, after, capacity):
+    """T22: three epochs with a stop anywhere are three epochs, also on other numbers of hosts."""
+
+    def of(hosts):
+        options = {"batch_size": 4, "capacity": capacity, "hosts": hosts}
+        return [endless(corpus, host=host, **options) for host in range(hosts)]
+
+    def drawn(parts, count):
+        return [name for _ in range(count) for part in parts for name in first_tokens(next(part))]
+
+    uninterrupted = drawn(of(1), 6)
+    first = of(before)
+    seen = drawn(first, stop)
+    position = json.loads(json.dumps(first[-1].get_state()))
+    second = of(after)
+    drawn(second, 2)
+    for part in second:
+        part.set_state(position)
+    assert seen + drawn(second, 6 - stop) == uninterrupted
+
+
+@pytest.mark.parametrize(("host", "hosts"), [(0, 3), (2, 2), (-1, 2)])
+def test_a_batch_that_cannot_be_shared_is_refused(corpus, host, hosts):
+    with pytest.raises(ValueError, match=f"batch_size = 4: each of {hosts} hosts .* host = {host}"):
+        endless(corpus, batch_size=4, host=host, hosts=hosts)
+
+
+def test_every_epoch_packs_every_conversation_once(corpus):
+    """No sample is lost; rows come in another order each epoch, together as they were."""
+    batches = endless(corpus, batch_size=1, capacity=30)
+    rows = [first_tokens(next(batches)) for _ in range(9)]
+    epochs = [rows[:3], rows[3:6], rows[6:]]
+    assert all(sorted(name for row in epoch for name in row) == [*range(7)] for epoch in epochs)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] or epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("capacity", [0, 30])
+def test_what_is_attached_belongs_to_its_conversation(corpus, capacity):
     def attach(index, conversation):
         features = np.full((len(conversation.tokens), 1), index, np.float32)
         return conversation.replace(features=features, hidden=features)
 
-    batches = endless(corpus, attach=attach)
+    batches = endless(corpus, attach=attach, capacity=capacity)
     for _ in range(7):
         batch = next(batches)
         for row in range(2):
-            length = 9 + batch.tokens[row, 0]
-            assert (batch.features[row, :length] == batch.tokens[row, 0]).all()
-            assert not batch.features[row, length:].any()
+            one = jax.tree.map(lambda x, row=row: x[row : row + 1], batch)
+            expected = [n for name in first_tokens(one) for n in [name] * (9 + name)]
+            assert one.features[0, : len(expected), 0].tolist() == expected
+            assert not one.features[0, len(expected) :].any()

@@ -220,7 +220,7 @@ def test_a_drafter_memorises_a_sequence(tiny_target, tmp_path, predict_from_anch
     tokens = continued(tiny_target, prompt, request.max_new_tokens)
     assert len(set(tokens.tolist())) > 8  # not a loop of a few tokens
     mask = np.arange(len(tokens)) >= len(prompt)
-    corpus = Corpus(conversations=[Conversation(tokens=tokens, loss_mask=mask)], dropped=0)
+    corpus = Corpus(conversations=[Conversation(tokens=tokens, loss_mask=mask)], dropped={})
     recipe = DrafterRecipe(
         num_layers=1,
         block_size=size,
