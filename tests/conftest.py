@@ -1,10 +1,11 @@
 """Fixtures of field-reports: a tiny target (vocabulary 97, not a multiple of 8) and drafter."""
 
 import gc
+import os
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAX_NUM_CPU_DEVICES", 8)))
 jax.config.update("jax_default_matmul_precision", "highest")
 
 import pytest  # noqa: E402

@@ -20,7 +20,7 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
       ValueError: fewer than `batch_size` would be left to train on.
     """
     if not count:
-        return corpus, corpus.replace(conversations=[], dropped=0)
+        return corpus, corpus.replace(conversations=[], dropped={})
     conversations = corpus.conversations
     chosen = np.random.default_rng(seed).permutation(len(conversations))[:count]
     texts = {conversations[i].tokens.tobytes() for i in chosen}
@@ -33,7 +33,7 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
     copies = len(conversations) - len(training) - len(chosen)
     log.info("%d conversations held out, %d copies of them left out", len(chosen), copies)
     held = [conversations[i] for i in sorted(chosen)]
-    return corpus.replace(conversations=training), corpus.replace(conversations=held, dropped=0)
+    return corpus.replace(conversations=training), corpus.replace(conversations=held, dropped={})
 
 
 def batches(held: Corpus, batch_size: int, multiple: int) -> Iterator[Batch]:

@@ -77,7 +77,7 @@ def measure(
     `oracle` best base logits (the drafter's own candidates, where it has some), for heads that a
     table of candidates holds.
     """
-    hidden, target_hidden = predictions(drafter, known, blocks, tokens)
+    hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
 
     def one(parts):
         return _drafted(drafter.heads, known.lent, *parts, oracle)

@@ -8,8 +8,10 @@ from typing import Any
 from dspark_jax.config import DrafterConfig, TrainConfig, as_dict
 from dspark_jax.train.data import Corpus, Stored
 
-# What may differ between a run and its continuation: it changes no parameter.
+# What may differ between a run and its continuation: it changes no parameter beyond rounding.
 _MAY_CHANGE = {
+    "train.mesh",
+    "train.anchor_chunk",
     "train.data",
     "train.workdir",
     "train.log_every",

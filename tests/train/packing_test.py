@@ -96,7 +96,7 @@ def trained(target, drafter, batch):
 
     gradient = jax.value_and_grad(objective, (0, 1), has_aux=True)
     (loss, tally), (felt, by_token) = gradient(params, known.features)
-    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens)
+    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens, 64)
     logits = drafter.heads.base_logits(known.lent, hidden)
     per_token = known.features, known.hidden, by_token
     per_block = logits, blocks.counted, jnp.where(blocks.counted, blocks.labels, 0)

@@ -1,0 +1,160 @@
+"""Runs on meshes of simulated devices are the run of one device; checkpoints open on any mesh."""
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from dspark_jax.base import Batch
+from dspark_jax.checkpoint import Checkpoints
+from dspark_jax.config import Confidence, DrafterRecipe, Losses, Markov, TrainConfig
+from dspark_jax.nn.target import Target
+from dspark_jax.train import data, initial, loop, placement
+
+from ..conftest import sharpened
+from .conftest import MICRO
+
+WIDE = dataclasses.replace(
+    MICRO,
+    vocab_size=32,
+    geometry=dataclasses.replace(MICRO.geometry, heads=2, kv_heads=2, mlp_width=32),
+)
+CONFIG = TrainConfig(
+    data="unused",
+    workdir="unused",
+    drafter=DrafterRecipe(
+        num_layers=1,
+        block_size=3,
+        mask_token=30,
+        target_layer_ids=(0, 1),
+        head=Markov(rank=8, gate="gated"),
+        confidence=Confidence(),
+    ),
+    losses=Losses(base=0.5, dpace=0.3),
+    steps=6,
+    batch_size=8,
+    num_anchors=4,
+    anchor_chunk=4,
+    length_multiple=16,
+    log_every=3,
+    save_every=3,
+)
+MESHES = ("data=2,fsdp=2,tensor=2", "data=8", "fsdp=8")
+
+
+def make_config(workdir: Path | str, mesh: str | None, **changes) -> TrainConfig:
+    return dataclasses.replace(CONFIG, workdir=str(workdir), mesh=mesh, **changes)
+
+
+def make_target() -> Target:
+    return sharpened(jax.jit(lambda: Target(WIDE, rngs=nnx.Rngs(0)))())
+
+
+def make_corpus() -> data.Corpus:
+    random = np.random.default_rng(0)
+    tokens = [random.integers(0, 30, 9 + i % 5).astype(np.int32) for i in range(20)]
+    rows = [data.Conversation(tokens=t, loss_mask=np.arange(len(t)) >= 2) for t in tokens]
+    return data.Corpus(conversations=rows, dropped={})
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+    return make_corpus()
+
+
+def first_step(target: Target, corpus: data.Corpus, mesh: str | None):
+    """The state and metrics behind one step."""
+    config = dataclasses.replace(CONFIG, mesh=mesh)
+    place, shape = placement.of(config), initial.drafter_config(config.drafter, target.config)
+    target = place.module(target)
+    graphdef, state, chain = loop.start(config, target, shape, place)
+    step = loop._jitted_step(config, chain, graphdef, target, corpus, state, place)
+    batch: Batch = data.collate(corpus.conversations[:8], 16)
+    return (state, *step(state, place.rows(batch)))
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if m is MESHES[0] else pytest.mark.slow) for m in MESHES]
+)
+def test_a_step_on_a_mesh_is_that_of_one_device(target, corpus, mesh):
+    """Loss, metrics, gradient norm, and Adam's first moments, which are the gradient scaled."""
+    _, expected, measured = first_step(target, corpus, None)
+    _, found, seen = first_step(target, corpus, mesh)
+    chex.assert_trees_all_close(seen, measured, rtol=1e-5, atol=1e-6)
+    moments = [optimizer_moments(state) for state in (found, expected)]
+    chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
+    spread = found.params["heads"]["head"]["w1"][...].sharding
+    assert spread.is_fully_replicated == ("fsdp" not in mesh)
+
+
+def optimizer_moments(state):
+    """First moments of AdamW."""
+    return [x for path, x in jax.tree.leaves_with_path(state.optimizer) if ".mu" in str(path)]
+
+
+def test_a_run_continues_on_other_devices(target, corpus, tmp_path):
+    """Stopped on eight devices, continued on four and on one, from the same state, bit for bit."""
+    config = dataclasses.replace(CONFIG, mesh=MESHES[0], workdir=str(tmp_path / "first"))
+    shape = initial.drafter_config(config.drafter, target.config)
+
+    def stop(line):
+        if line["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        loop.run(config, target, corpus, shape, stop)
+    restored, lines = [], []
+    for mesh in ("data=2,fsdp=2", None):
+        folder = tmp_path / str(mesh)
+        shutil.copytree(config.workdir, folder)
+        other = dataclasses.replace(config, mesh=mesh, steps=6, workdir=str(folder))
+        place = placement.of(other)
+        _, like, _ = loop.start(other, place.module(target), shape, place)
+        checkpoints = Checkpoints(folder / "checkpoints", 2)
+        state, position = checkpoints.restore(like)
+        checkpoints.close()
+        restored.append(
+            (jax.device_get({**state, "key": jax.random.key_data(state.key)}), position)
+        )
+        loop.run(other, target, corpus, shape, lines.append)
+    chex.assert_trees_all_equal(*restored)
+    assert int(restored[0][0]["step"]) == 3
+    of_four, of_one = ({n: line[n] for n in ("step", "loss", "gradient_norm")} for line in lines)
+    chex.assert_trees_all_close(of_four, of_one, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mesh": "data=3"}, "batch_size = 8 must be a multiple"),
+        ({"mesh": "data=8", "anchor_chunk": 8}, "anchor_chunk = 8 must divide the 4 blocks"),
+        ({"mesh": "rows=8"}, "mesh = 'rows=8'"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(change, says):
+    with pytest.raises(ValueError, match=says):
+        placement.of(dataclasses.replace(CONFIG, **change))
+
+
+def test_rows_and_features_cached_on_disk(target, corpus, tmp_path):
+    """F05, T24 on a mesh: the cache gives the step that the target inside it gives."""
+    changes = {"mesh": "data=4", "steps": 1, "log_every": 1}
+    config = dataclasses.replace(CONFIG, **changes)
+    shape = initial.drafter_config(config.drafter, target.config)
+    lines = []
+    for room in (0, 10**6):
+        run = {"workdir": str(tmp_path / str(room)), "max_cache_bytes": room}
+        loop.run(dataclasses.replace(config, **run), target, corpus, shape, lines.append)
+    np.testing.assert_allclose(lines[0]["loss"], lines[1]["loss"], rtol=1e-5)
