@@ -31,21 +31,10 @@ def run_two(workdir: Path, stop_after: int) -> list[int]:
     """Exit codes of both."""
     where = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.train.process"]
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
     started = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.train.process",
-                f"{where},2,{i}",
-                workdir,
-                str(stop_after),
-            ],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*command, f"{where},2,{i}", workdir, str(stop_after)], **options)
         for i in range(2)
     ]
     said = [process.communicate(timeout=400)[1] for process in started]
@@ -55,7 +44,7 @@ def run_two(workdir: Path, stop_after: int) -> list[int]:
 
 
 def test_two_processes_train_as_one_stop_together_and_continue(tmp_path):
-    """A SIGTERM to one saves on both at one step; losses and parameters are those of one process."""
+    """A SIGTERM to one stops both at one step; losses and parameters are those of one process."""
     config = mesh_test.make_config(tmp_path / "one", None)
     target, corpus = mesh_test.make_target(), mesh_test.make_corpus()
     lines = []
