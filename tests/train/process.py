@@ -1,4 +1,4 @@
-"""One of two processes that share a run: HOST:PORT,COUNT,INDEX WORKDIR STOP_AFTER."""
+"""A run in a process of its own: HOST:PORT,COUNT,INDEX (or nothing) WORKDIR STOP_AFTER [STEPS]."""
 
 import os
 import signal
@@ -10,9 +10,10 @@ import numpy as np
 from dspark_jax import processes
 
 
-def main(how: str, workdir: str, stop_after: str) -> None:
-    """Trains on a mesh over all processes; the last one gets a SIGTERM behind a step."""
-    processes.meet(how)
+def main(how: str, workdir: str, stop_after: str, steps: str = "6") -> None:
+    """Trains, on a mesh if there are several; the second gets a SIGTERM behind a step."""
+    if how:
+        processes.meet(how)
     import jax
     from flax import nnx
 
@@ -21,7 +22,8 @@ def main(how: str, workdir: str, stop_after: str) -> None:
 
     jax.config.update("jax_disable_most_optimizations", True)
     target, corpus = mesh_test.make_target(), mesh_test.make_corpus()
-    config = mesh_test.make_config(workdir, mesh_test.MESHES[0])
+    mesh = mesh_test.MESHES[0] if how else None
+    config = mesh_test.make_config(workdir, mesh, steps=int(steps))
     shape = initial.drafter_config(config.drafter, target.config)
 
     def stop(line: dict) -> None:
