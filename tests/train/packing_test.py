@@ -116,15 +116,3 @@ def test_a_packed_row_trains_as_its_conversations_do_alone(models):
     found, expected = compared(packed, packed.segments > 0), compared(alone, inside)
     assert float(expected[0][1].blocks) == 5 + 11 + 4
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_anchors_and_labels_stay_in_their_conversation(key):
-    """The last token of one is no anchor for the first of the next, however supervised."""
-    batch = jax.tree.map(jnp.asarray, data.collate([data.join(conversations())], 32))
-    assert anchors.starts(batch.segments)[0].tolist() == [0] * 9 + [9] * 12 + [21] * 6 + [27] * 5
-    allowed = anchors.candidates(batch.loss_mask, batch.segments)[0]
-    assert np.flatnonzero(allowed).tolist() == [*range(3, 8), *range(9, 20), *range(22, 26)]
-    blocks = anchors.cut(batch, *anchors.sample(key, batch.loss_mask, 32, batch.segments), 3)
-    last = np.asarray([8] * 9 + [20] * 12 + [26] * 6 + [0] * 5)[blocks.anchors]
-    left = (last - np.asarray(blocks.anchors)) * np.asarray(blocks.valid)
-    assert np.sum(blocks.counted, -1).tolist() == np.minimum(left, 3).tolist()
