@@ -1,6 +1,7 @@
 """Conversations -> batches: another order each epoch, padded rows, resumable anywhere."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -68,6 +69,20 @@ class Corpus:
 
     conversations: Sequence[Conversation]
     dropped: Mapping[str, int]
+
+
+def select(
+    conversations: Sequence[Conversation], chosen: Int[np.ndarray, "N"]
+) -> Sequence[Conversation]:
+    """Some conversations, in the order of their indices; stored ones stay where they are."""
+    if not isinstance(conversations, Stored):
+        return [conversations[i] for i in chosen.tolist()]
+    which = hashlib.sha256(chosen.astype(np.int64).tobytes()).hexdigest()
+    return Stored(
+        load=lambda index: conversations.load(int(chosen[index])),
+        lengths=conversations.lengths[chosen],
+        fingerprint=f"{which} of {conversations.fingerprint}",
+    )
 
 
 def lengths(conversations: Sequence[Conversation]) -> Int[np.ndarray, "N"]:

@@ -18,6 +18,8 @@ from dspark_jax.train.data import Conversation
 
 from .step_test import random_drafter
 
+BLANK = 30  # the mask token, which no conversation holds
+
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), spare=st.integers(0, 30))
@@ -58,7 +60,7 @@ def models(micro_target):
     recipe = DrafterRecipe(
         num_layers=2,
         block_size=3,
-        mask_token=30,
+        mask_token=BLANK,
         target_layer_ids=(0, 1),
         head=Markov(rank=3),
     )
@@ -96,7 +98,7 @@ def trained(target, drafter, batch):
 
     gradient = jax.value_and_grad(objective, (0, 1), has_aux=True)
     (loss, tally), (felt, by_token) = gradient(params, known.features)
-    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens, 64)
+    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens, count)
     logits = drafter.heads.base_logits(known.lent, hidden)
     per_token = known.features, known.hidden, by_token
     per_block = logits, blocks.counted, jnp.where(blocks.counted, blocks.labels, 0)
@@ -105,14 +107,15 @@ def trained(target, drafter, batch):
 
 def test_a_packed_row_trains_as_its_conversations_do_alone(models):
     """Logits, losses and gradients; in the order of the tokens, padding aside."""
-    rows = conversations()
-    packed, alone = data.collate([data.join(rows)], 32), data.collate(rows, 4)
-    inside = np.arange(alone.tokens.shape[1]) < np.asarray([len(c.tokens) for c in rows])[:, None]
+    given = conversations()
+    blank = Conversation(tokens=np.full(1, BLANK), loss_mask=np.zeros(1, bool))
 
-    def compared(batch, inside):
+    def compared(rows):  # three rows each time: one program
+        batch = data.collate([data.join(row) for row in rows], 32)
         pooled, per_token, (per_block, valid) = jax.device_get(trained(*models, batch))
-        return pooled, [x[inside] for x in per_token], [x[valid] for x in per_block]
+        text = (batch.segments > 0) & (batch.tokens < BLANK)
+        return pooled, [x[text] for x in per_token], [x[valid] for x in per_block]
 
-    found, expected = compared(packed, packed.segments > 0), compared(alone, inside)
+    found, expected = compared([given, [blank], [blank]]), compared([[c] for c in given])
     assert float(expected[0][1].blocks) == 5 + 11 + 4
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
