@@ -169,11 +169,10 @@ def batches(
     Raises:
       ValueError: the batch cannot be shared evenly, or a conversation is longer than a row.
     """
-    if batch_size % hosts or not 0 <= host < hosts:
-        raise ValueError(
-            f"batch_size = {batch_size}: each of {hosts} hosts needs the same number of rows, and "
-            f"host = {host} must be one of them; choose a multiple"
-        )
+    if not 0 <= host < hosts:
+        raise ValueError(f"host = {host}: must be one of {hosts}, counted from 0")
+    if batch_size % hosts:
+        raise ValueError(f"batch_size = {batch_size}: must be a multiple of the {hosts} hosts")
     sizes = lengths(conversations)
     plan = packing.pack(sizes, capacity) if capacity else packing.alone(sizes)
     if capacity:
