@@ -1,6 +1,7 @@
 """Conversations -> batches: another order each epoch, padded rows, resumable anywhere."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -68,6 +69,20 @@ class Corpus:
 
     conversations: Sequence[Conversation]
     dropped: Mapping[str, int]
+
+
+def select(
+    conversations: Sequence[Conversation], chosen: Int[np.ndarray, "N"]
+) -> Sequence[Conversation]:
+    """Some conversations, in the order of their indices; stored ones stay where they are."""
+    if not isinstance(conversations, Stored):
+        return [conversations[i] for i in chosen.tolist()]
+    which = hashlib.sha256(chosen.astype(np.int64).tobytes()).hexdigest()
+    return Stored(
+        load=lambda index: conversations.load(int(chosen[index])),
+        lengths=conversations.lengths[chosen],
+        fingerprint=f"{which} of {conversations.fingerprint}",
+    )
 
 
 def lengths(conversations: Sequence[Conversation]) -> Int[np.ndarray, "N"]:
@@ -154,11 +169,10 @@ def batches(
     Raises:
       ValueError: the batch cannot be shared evenly, or a conversation is longer than a row.
     """
-    if batch_size % hosts or not 0 <= host < hosts:
-        raise ValueError(
-            f"batch_size = {batch_size}: each of {hosts} hosts needs the same number of rows, and "
-            f"host = {host} must be one of them; choose a multiple"
-        )
+    if not 0 <= host < hosts:
+        raise ValueError(f"host = {host}: must be one of {hosts}, counted from 0")
+    if batch_size % hosts:
+        raise ValueError(f"batch_size = {batch_size}: must be a multiple of the {hosts} hosts")
     sizes = lengths(conversations)
     plan = packing.pack(sizes, capacity) if capacity else packing.alone(sizes)
     if capacity:

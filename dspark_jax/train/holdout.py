@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dspark_jax.base import Batch
-from dspark_jax.train.data import Conversation, Corpus, collate
+from dspark_jax.train.data import Conversation, Corpus, collate, select
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
     conversations = corpus.conversations
     chosen = np.random.default_rng(seed).permutation(len(conversations))[:count]
     texts = {conversations[i].tokens.tobytes() for i in chosen}
-    training = [c for c in conversations if c.tokens.tobytes() not in texts]
+    kept = [i for i, c in enumerate(conversations) if c.tokens.tobytes() not in texts]
+    training = select(conversations, np.asarray(kept, np.int64))
     if len(training) < batch_size:
         raise ValueError(
             f"holdout = {count} leaves {len(training)} of {len(conversations)} conversations to "
@@ -32,7 +33,7 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
         )
     copies = len(conversations) - len(training) - len(chosen)
     log.info("%d conversations held out, %d copies of them left out", len(chosen), copies)
-    held = [conversations[i] for i in sorted(chosen)]
+    held = select(conversations, np.sort(chosen))
     return corpus.replace(conversations=training), corpus.replace(conversations=held, dropped={})
 
 

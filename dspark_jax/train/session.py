@@ -100,7 +100,6 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
     """The model card: what was trained, for which target, on what."""
     c = drafter.config
     head = "none" if c.head is None else str(c.head)
-    samples = len(corpus.conversations)
     supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
     return f"""# Drafter for {config.target}
 
@@ -110,7 +109,7 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
 | backbone | {c.num_layers} layers, width {c.geometry.width}, taps {list(c.target_layer_ids)} |
 | block | {c.block_size} tokens, predicts from the anchor: {c.predict_from_anchor} |
 | head | {head} |
-| data | {samples} conversations, {supervised} tokens of the target's own answers |
+| data | {sources.summary(corpus)}; {supervised} tokens of the target's own answers |
 | budget | {config.steps} steps of {config.batch_size} x {config.num_anchors} anchors |
 
 Output is the target's own whatever the drafter: it decides speed, never content.

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from dspark_jax import jsonl
 from dspark_jax.manifest import MANIFEST, Manifest
 from dspark_jax.shards import Shards
-from dspark_jax.train.data import Conversation, Corpus, Stored
+from dspark_jax.train.data import Conversation, Corpus, Stored, select
 
 Render = Callable[..., tuple[list[int], list[bool]]]  # (messages, finished=) -> tokens, loss mask
 
@@ -122,14 +122,13 @@ def _stored(
             dropped[reason] += 1
         else:
             kept.append(index)
-    return Corpus(
-        conversations=Stored(
-            load=lambda index: _cut(load(kept[index]), max_length),
-            lengths=np.minimum(shards.lengths[kept], max_length),
-            fingerprint=f"{shards.fingerprint}, {len(kept)} cut to {max_length}",
-        ),
-        dropped=dict(dropped),
+    everything = Stored(
+        load=lambda index: _cut(load(index), max_length),
+        lengths=np.minimum(shards.lengths, max_length),
+        fingerprint=f"{shards.fingerprint} cut to {max_length}",
     )
+    chosen = np.asarray(kept, np.int64)
+    return Corpus(conversations=select(everything, chosen), dropped=dict(dropped))
 
 
 def _check_fit(

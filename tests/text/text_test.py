@@ -172,6 +172,12 @@ def test_a_tokenizer_travels_to_another_process():
     copy = pickle.loads(pickle.dumps(PLAIN))
     assert copy.encode("<|im_end|> the") == PLAIN.encode("<|im_end|> the")
     assert copy.render([QUESTION]) == PLAIN.render([QUESTION])
+    assert copy.fingerprint == PLAIN.fingerprint
+
+
+def test_the_fingerprint_is_of_vocabulary_and_template():
+    others = tokenizer(THINKING), tokenizer(None), PIECES
+    assert len({PLAIN.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
 @pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre_tokenizer": "default"}])

@@ -97,3 +97,30 @@ def test_position_k_weighs_exp_of_minus_k_over_the_decay(decay):
     if decay == 4.0:
         golden = [1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231]
         np.testing.assert_allclose(expected, golden, atol=5e-5)
+
+
+def test_anchors_and_labels_stay_in_their_conversation(key):
+    """The last token of one is no anchor for the first of the next, however supervised."""
+    sizes, padding = (9, 12, 6), 5
+    last = np.repeat([*np.cumsum(sizes) - 1, 0], [*sizes, padding])
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [*sizes, padding]))[None]
+    batch = Batch(tokens=segments, loss_mask=segments > 0, segments=segments)
+
+    @jax.jit
+    def blocks(key, batch):
+        allowed = anchors.candidates(batch.loss_mask, batch.segments)
+        chosen = anchors.sample(key, batch.loss_mask, 32, batch.segments)
+        return allowed, anchors.cut(batch, *chosen, 3)
+
+    allowed, found = jax.device_get(blocks(key, batch))
+    assert found.starts[0].tolist() == [0] * 9 + [9] * 12 + [21] * 6 + [27] * 5
+    assert np.flatnonzero(allowed).tolist() == [*range(8), *range(9, 20), *range(21, 26)]
+    left = (last[found.anchors] - found.anchors) * found.valid
+    assert found.counted.sum(-1).tolist() == np.minimum(left, 3).tolist()
+
+
+def test_a_draw_does_not_depend_on_padding_or_on_other_rows(key):
+    mask = np.tile(np.arange(40) % 5 > 0, (3, 1))
+    chosen, _ = sample(key, jnp.asarray(mask), 8)
+    padded, _ = sample(key, jnp.asarray(np.pad(mask[:2], ((0, 0), (0, 24)))), 8)
+    assert padded.tolist() == chosen[:2].tolist()

@@ -108,9 +108,12 @@ def test_a_restored_position_continues_the_same_order(corpus, stop, before, afte
     assert seen + drawn(second, 6 - stop) == uninterrupted
 
 
-@pytest.mark.parametrize(("host", "hosts"), [(0, 3), (2, 2), (-1, 2)])
-def test_a_batch_that_cannot_be_shared_is_refused(corpus, host, hosts):
-    with pytest.raises(ValueError, match=f"batch_size = 4: each of {hosts} hosts .* host = {host}"):
+@pytest.mark.parametrize(
+    ("host", "hosts", "complaint"),
+    [(0, 3, "batch_size = 4"), (2, 2, "host = 2"), (-1, 2, "host = -1")],
+)
+def test_a_batch_that_cannot_be_shared_is_refused(corpus, host, hosts, complaint):
+    with pytest.raises(ValueError, match=complaint):
         endless(corpus, batch_size=4, host=host, hosts=hosts)
 
 

@@ -21,15 +21,31 @@ def build(target, corpus, folder, max_bytes=ROOM):
     return features.build(target, corpus, TAPS, folder, max_bytes, batch_size=3)
 
 
-def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path):
-    """T03, T24: ids, mask, features and hidden states of one index are of one token."""
-    cache = build(micro_target, corpus, tmp_path / "features")
-    some = [6, 0, 3]
-    rows = []
+def attached(target, corpus, folder, some):
+    """Conversations with what the cache holds of them."""
+    cache, rows = build(target, corpus, folder), []
     for i in some:
         conversation = corpus.conversations[i]
         known = cache.rows(i, len(conversation.tokens))
         rows.append(conversation.replace(features=known[0], hidden=known[1]))
+    return rows
+
+
+def test_features_from_disk_are_those_of_a_packed_row(micro_target, corpus, tmp_path):
+    """The target sees each conversation of a row as if it were alone."""
+    row = data.join(attached(micro_target, corpus, tmp_path, [6, 0, 3]))
+    batch = jax.tree.map(jnp.asarray, data.collate([row], 8))
+    plain = batch.replace(features=None, hidden=None)
+    online = jax.jit(step.ask, static_argnums=2)(micro_target, plain, TAPS)
+    for field in ("features", "hidden"):
+        found = online[field][0, : len(row.tokens)]
+        chex.assert_trees_all_close(found, row[field], atol=1e-4, rtol=1e-5)
+
+
+def test_features_from_disk_are_those_of_the_step(micro_target, corpus, tmp_path):
+    """T03, T24: ids, mask, features and hidden states of one index are of one token."""
+    some = [6, 0, 3]
+    rows = attached(micro_target, corpus, tmp_path / "features", some)
     cached = jax.tree.map(jnp.asarray, data.collate(rows, 8))
     plain = Batch(tokens=cached.tokens, loss_mask=cached.loss_mask)
     ask = jax.jit(step.ask, static_argnums=2)

@@ -79,13 +79,17 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["cached", pytest.param("online", marks=pytest.mark.slow)])
 def runs(request, micro_target, corpus, tmp_path_factory):
-    """Ten steps at once; and five, a SIGTERM, five. The cached features are of a bf16 target."""
+    """Ten steps at once; and five, a SIGTERM, five.
+
+    The cached features are of a bf16 target, and their rows are packed.
+    """
     target, folder, room = micro_target, tmp_path_factory.mktemp(request.param), 0
     if request.param == "cached":
         graphdef, state = nnx.split(micro_target)
         target = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
         room = 10**6
-    whole, parts = (make_config(folder / n, max_cache_bytes=room) for n in ("whole", "parts"))
+    made = {"max_cache_bytes": room, "pack": bool(room), "max_length": 32}
+    whole, parts = (make_config(folder / n, **made) for n in ("whole", "parts"))
     drafters = [run(whole, target, corpus)]
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:

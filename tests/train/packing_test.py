@@ -18,6 +18,8 @@ from dspark_jax.train.data import Conversation
 
 from .step_test import random_drafter
 
+BLANK = 30  # the mask token, which no conversation holds
+
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), spare=st.integers(0, 30))
@@ -58,7 +60,7 @@ def models(micro_target):
     recipe = DrafterRecipe(
         num_layers=2,
         block_size=3,
-        mask_token=30,
+        mask_token=BLANK,
         target_layer_ids=(0, 1),
         head=Markov(rank=3),
     )
@@ -96,7 +98,7 @@ def trained(target, drafter, batch):
 
     gradient = jax.value_and_grad(objective, (0, 1), has_aux=True)
     (loss, tally), (felt, by_token) = gradient(params, known.features)
-    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens, 64)
+    hidden, _ = step.predictions(drafter, known, blocks, batch.tokens, count)
     logits = drafter.heads.base_logits(known.lent, hidden)
     per_token = known.features, known.hidden, by_token
     per_block = logits, blocks.counted, jnp.where(blocks.counted, blocks.labels, 0)
@@ -105,26 +107,15 @@ def trained(target, drafter, batch):
 
 def test_a_packed_row_trains_as_its_conversations_do_alone(models):
     """Logits, losses and gradients; in the order of the tokens, padding aside."""
-    rows = conversations()
-    packed, alone = data.collate([data.join(rows)], 32), data.collate(rows, 4)
-    inside = np.arange(alone.tokens.shape[1]) < np.asarray([len(c.tokens) for c in rows])[:, None]
+    given = conversations()
+    blank = Conversation(tokens=np.full(1, BLANK), loss_mask=np.zeros(1, bool))
 
-    def compared(batch, inside):
+    def compared(rows):  # three rows each time: one program
+        batch = data.collate([data.join(row) for row in rows], 32)
         pooled, per_token, (per_block, valid) = jax.device_get(trained(*models, batch))
-        return pooled, [x[inside] for x in per_token], [x[valid] for x in per_block]
+        text = (batch.segments > 0) & (batch.tokens < BLANK)
+        return pooled, [x[text] for x in per_token], [x[valid] for x in per_block]
 
-    found, expected = compared(packed, packed.segments > 0), compared(alone, inside)
+    found, expected = compared([given, [blank], [blank]]), compared([[c] for c in given])
     assert float(expected[0][1].blocks) == 5 + 11 + 4
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_anchors_and_labels_stay_in_their_conversation(key):
-    """The last token of one is no anchor for the first of the next, however supervised."""
-    batch = jax.tree.map(jnp.asarray, data.collate([data.join(conversations())], 32))
-    assert anchors.starts(batch.segments)[0].tolist() == [0] * 9 + [9] * 12 + [21] * 6 + [27] * 5
-    allowed = anchors.candidates(batch.loss_mask, batch.segments)[0]
-    assert np.flatnonzero(allowed).tolist() == [*range(3, 8), *range(9, 20), *range(22, 26)]
-    blocks = anchors.cut(batch, *anchors.sample(key, batch.loss_mask, 32, batch.segments), 3)
-    last = np.asarray([8] * 9 + [20] * 12 + [26] * 6 + [0] * 5)[blocks.anchors]
-    left = (last - np.asarray(blocks.anchors)) * np.asarray(blocks.valid)
-    assert np.sum(blocks.counted, -1).tolist() == np.minimum(left, 3).tolist()
