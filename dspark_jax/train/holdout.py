@@ -1,12 +1,13 @@
 """Conversations kept out of training, for measuring."""
 
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from dspark_jax.base import Batch
-from dspark_jax.train.data import Conversation, Corpus, collate
+from dspark_jax.train.data import Conversation, Corpus, Stored, collate
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
     conversations = corpus.conversations
     chosen = np.random.default_rng(seed).permutation(len(conversations))[:count]
     texts = {conversations[i].tokens.tobytes() for i in chosen}
-    training = [c for c in conversations if c.tokens.tobytes() not in texts]
+    training = [i for i, c in enumerate(conversations) if c.tokens.tobytes() not in texts]
     if len(training) < batch_size:
         raise ValueError(
             f"holdout = {count} leaves {len(training)} of {len(conversations)} conversations to "
@@ -32,8 +33,21 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
         )
     copies = len(conversations) - len(training) - len(chosen)
     log.info("%d conversations held out, %d copies of them left out", len(chosen), copies)
-    held = [conversations[i] for i in sorted(chosen)]
-    return corpus.replace(conversations=training), corpus.replace(conversations=held, dropped={})
+    return (
+        corpus.replace(conversations=_some(conversations, training)),
+        corpus.replace(conversations=_some(conversations, sorted(chosen.tolist())), dropped={}),
+    )
+
+
+def _some(conversations: Sequence[Conversation], indices: Sequence[int]) -> Sequence[Conversation]:
+    """Those of some indices; what is on disk stays there."""
+    if not isinstance(conversations, Stored):
+        return [conversations[i] for i in indices]
+    return Stored(
+        load=lambda index: conversations[indices[index]],
+        lengths=conversations.lengths[list(indices)],
+        fingerprint=f"{conversations.fingerprint}, those of {hashlib.sha256(repr(list(indices)).encode()).hexdigest()}",
+    )
 
 
 def batches(held: Corpus, batch_size: int, multiple: int) -> Iterator[Batch]:
