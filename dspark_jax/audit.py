@@ -124,7 +124,7 @@ _ask = jax.jit(ask, static_argnums=2)
 def _draft_as_trained(drafter: Drafter, known, batch: Batch, at, valid):
     """Drafted tokens, labels, which of them count, and whether the first is the target's argmax."""
     blocks = anchors.cut(batch, at[None], valid[None], drafter.config.block_size)
-    hidden, target_hidden = predictions(drafter, known, blocks, batch.tokens)
+    hidden, target_hidden = predictions(drafter, known, blocks, batch.tokens, _CHUNK)
     heads, lent = drafter.heads, known.lent
     base = metrics.cut_to_candidates(heads, heads.base_logits(lent, hidden[0]))
     drafted = metrics.greedy_walk(heads, lent, blocks.prevs[0, :, 0], hidden[0], base)

@@ -74,7 +74,8 @@ def _samples(
     """Some conversations that were trained on."""
     if config is None:
         recipe = dataclasses.replace(TrainConfig.drafter, mask_token=drafter.config.mask_token)
-        config = TrainConfig(data=str(args.data), workdir="", drafter=recipe)
+        name = args.target or TrainConfig.target
+        config = TrainConfig(data=str(args.data), workdir="", target=name, drafter=recipe)
     if args.data is not None:
         config = dataclasses.replace(config, data=str(args.data))
     corpus, _ = holdout.split(session.read_corpus(config, target), config.holdout, config.seed)

@@ -59,7 +59,7 @@ def test_both_paths_of_one_drafter_draft_the_same(tiny_target, tiny_drafter, sam
     "changes",
     [
         {"predict_from_anchor": False},
-        {"target_layer_ids": (1, 3)},
+        pytest.param({"target_layer_ids": (1, 3)}, marks=pytest.mark.slow),
         pytest.param({"mask_token": 95}, marks=pytest.mark.slow),
     ],
 )

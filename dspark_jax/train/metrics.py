@@ -75,7 +75,7 @@ def measure(
     The keys: "walked", along the drafter's own tokens, as it decodes; "taught", along the data;
     "unary", by the base logits alone; "oracle", as if the head always chose right among the
     `oracle` best base logits (the drafter's own candidates, where it has some), for heads that a
-    table of candidates holds.
+    table of candidates holds. Labels a loss puts in among its candidates count for none of them.
     """
     hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
 
