@@ -43,10 +43,11 @@ def _some(conversations: Sequence[Conversation], indices: Sequence[int]) -> Sequ
     """Those of some indices; what is on disk stays there."""
     if not isinstance(conversations, Stored):
         return [conversations[i] for i in indices]
+    which = hashlib.sha256(np.asarray(indices).tobytes()).hexdigest()
     return Stored(
         load=lambda index: conversations[indices[index]],
-        lengths=conversations.lengths[list(indices)],
-        fingerprint=f"{conversations.fingerprint}, those of {hashlib.sha256(repr(list(indices)).encode()).hexdigest()}",
+        lengths=conversations.lengths[np.asarray(indices)],
+        fingerprint=f"{conversations.fingerprint}, rows {which}",
     )
 
 
