@@ -113,6 +113,6 @@ def size(tree: Any, is_whole: bool = False) -> int:
     def one(leaf: Any) -> int:
         split = None if is_whole else getattr(leaf, "sharding", None)
         shape = leaf.shape if split is None else split.shard_shape(leaf.shape)
-        return math.prod(shape) * np.dtype(leaf.dtype).itemsize
+        return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(one(leaf) for leaf in jax.tree.leaves(tree))

@@ -48,6 +48,16 @@ def planned(micro_target, corpus, tmp_path_factory):
     return config, drafter, found
 
 
+@pytest.mark.slow
+def test_a_device_of_a_mesh_holds_a_part(planned, micro_target, corpus):
+    config, drafter, alone = planned
+    config = dataclasses.replace(config, mesh="data=2,fsdp=2,tensor=2", batch_size=4)
+    part = plan.plan(config, nnx.eval_shape(lambda: micro_target), corpus, drafter).memory
+    assert alone.memory.parameters / 8 < part.parameters < alone.memory.parameters
+    assert alone.memory.target / 8 < part.target < alone.memory.target
+    assert part.batch == alone.memory.batch * 2 // 4
+
+
 def test_a_plan_counts_what_is_made(planned, micro_target, tmp_path, corpus):
     config, drafter, found = planned
     assert not Path(config.workdir).exists()
