@@ -9,7 +9,6 @@ import tyro
 
 from dspark_jax import arguments, audit, report
 from dspark_jax.config import TrainConfig
-from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import holdout, reopen, session
 from dspark_jax.train.data import Conversation
 from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
@@ -60,7 +59,7 @@ def run_audit(args: arguments.Audit) -> None:
     name = args.drafter or (str(args.run / "drafter") if args.run else "bundled")
     decoded = load_drafter(name, target.model)
     trained = decoded if args.run is None else reopen.drafter(args.run, target.model)
-    samples = _samples(args, config, target, decoded)
+    samples = _samples(args, config, target)
     with report.err.status(f"replaying {len(samples)} samples ..."):
         found = audit.audit(target.model, trained, decoded, samples)
     report.print_audit(found, len(samples))
@@ -69,15 +68,13 @@ def run_audit(args: arguments.Audit) -> None:
 
 
 def _samples(
-    args: arguments.Audit, config: TrainConfig | None, target: LoadedTarget, drafter: Drafter
+    args: arguments.Audit, config: TrainConfig | None, target: LoadedTarget
 ) -> list[Conversation]:
     """Some conversations that were trained on."""
     if config is None:
-        recipe = dataclasses.replace(TrainConfig.drafter, mask_token=drafter.config.mask_token)
-        name = args.target or TrainConfig.target
-        config = TrainConfig(data=str(args.data), workdir="", target=name, drafter=recipe)
+        config = TrainConfig(data=str(args.data), workdir="", target=target.name)
     if args.data is not None:
-        config = dataclasses.replace(config, data=str(args.data))
+        config = dataclasses.replace(config, data=str(args.data), holdout=0, evaluate_every=0)
     corpus, _ = holdout.split(session.read_corpus(config, target), config.holdout, config.seed)
     order = np.random.default_rng(0).permutation(len(corpus.conversations))[: args.samples]
     chosen = [corpus.conversations[i] for i in order]

@@ -29,6 +29,7 @@ def train(config: TrainConfig) -> Path:
       The folder of the drafter, in our own format.
     """
     target = load_target(config.target)
+    _check_mask_token(config, target)
     corpus = read_corpus(config, target)
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
     with _progress() as progress:
@@ -51,6 +52,7 @@ def train(config: TrainConfig) -> Path:
 def dry_run(config: TrainConfig) -> Budget:
     """What the run would need: the target's weights are not read, nothing is trained or written."""
     target = outline_target(config.target)
+    _check_mask_token(config, target)
     corpus = read_corpus(config, target)
     drafter = initial.drafter_config(config.drafter, target.model.config)
     return plan(config, target.model, corpus, drafter)
@@ -58,7 +60,6 @@ def dry_run(config: TrainConfig) -> Budget:
 
 def read_corpus(config: TrainConfig, target: LoadedTarget) -> data.Corpus:
     """The run's conversations; what was left out is said."""
-    _check_mask_token(config, target)
     corpus = sources.read(
         Path(config.data),
         target.tokenizer.assistant_mask,

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import (
@@ -29,6 +28,7 @@ from dspark_jax.train import initial, loop
 from dspark_jax.train.data import Conversation, Corpus
 from dspark_jax.train.losses import Tally
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 RECIPE = DrafterRecipe(
     num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
 )
@@ -61,20 +61,6 @@ def run(config, target, corpus, report=lambda line: None):
 def stop_at(step: int):
     """A preemption in the middle of a step."""
     return lambda line: os.kill(os.getpid(), signal.SIGTERM) if line["step"] == step else None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs of one shape share their programs: each run jits a new function."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module", params=["cached", pytest.param("online", marks=pytest.mark.slow)])
@@ -156,78 +142,6 @@ def test_only_the_drafter_is_in_the_optimizer(micro_target, tmp_path):
     assert counters <= 2
     sizes = {leaf.shape for leaf in jax.tree.leaves((state.params, state.optimizer))}
     assert (31, 16) not in sizes  # embedding and lm head of the target
-
-
-@pytest.fixture(scope="module")
-def measured(micro_target, corpus, tmp_path_factory):
-    """Four steps with three conversations held out; the lines, and what was trained on."""
-    folder, trained_on = tmp_path_factory.mktemp("measured"), set()
-    config = make_config(
-        folder,
-        steps=4,
-        save_every=2,
-        holdout=3,
-        evaluate_every=2,
-        losses=Losses(cross_entropy=1.0, l1=0.0, confidence=0.0),
-        term_gradients=True,
-    )
-    batches = loop.data.batches
-
-    def spying(conversations, *rest, **named):
-        trained_on.update(int(c.tokens[0]) for c in conversations)
-        return batches(conversations, *rest, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.data, "batches", spying)
-        run(config, micro_target, corpus)
-    lines = metrics(config)
-    held_out = [line for line in lines if "held_out" in line]
-    return config, [line for line in lines if "held_out" not in line], held_out, trained_on
-
-
-def test_held_out_data_are_measured_and_not_trained_on(measured):
-    """T30: beside the training metrics; blocks stay the same, so that figures can be compared."""
-    _, _, held_out, trained_on = measured
-    assert len(trained_on) == 4
-    assert [line["step"] for line in held_out] == [2, 4]
-    first, last = (line["held_out"] for line in held_out)
-    assert first["blocks"] == last["blocks"] > 0
-    assert first["loss"] != last["loss"]
-    for found in (first, last):
-        assert found["taught"]["reached"][0] == found["blocks"]
-        assert found["taught"]["length"] == pytest.approx(found["greedy_length"])
-        assert found.keys() >= {"walked", "unary", "oracle"}
-
-
-def test_a_term_alone_has_the_gradient_of_the_step(measured):
-    """T27: taken apart from the step, on the same blocks, at the same parameters."""
-    _, lines, _, _ = measured
-    for line in lines:
-        norm = pytest.approx(line["gradient_norm"], rel=1e-4)
-        assert line["term_gradients"] == {"cross_entropy": norm}
-        assert line["walked"]["reached"][0] == line["blocks"]
-
-
-def test_a_signal_while_measuring_saves_the_step(measured, micro_target, corpus, monkeypatch):
-    """T19: the measurement is cut short, the step before it is kept, and the run ends the same."""
-    whole, lines, _, _ = measured
-    config = dataclasses.replace(whole, workdir=whole.workdir + "-stopped")
-    batches = loop.holdout.batches
-
-    def interrupted(*given):
-        for batch in batches(*given):
-            yield batch
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop.holdout, "batches", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        run(config, micro_target, corpus)
-    assert stopped.value.code == 143
-    assert [line["step"] for line in metrics(config)] == [1, 2]
-    monkeypatch.undo()
-    run(config, micro_target, corpus)
-    chex.assert_trees_all_equal(*(final_state(c, micro_target) for c in (whole, config)))
-    assert [line for line in metrics(config) if "held_out" not in line] == lines
 
 
 def made_up_step(loss: float, *counted: float) -> dict:
