@@ -2,11 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from dspark_jax.config import Options
+from dspark_jax.config import Options, TrainConfig
 from dspark_jax.nn.selector import TopK
 from dspark_jax.weights.load import Format
 
@@ -52,6 +52,30 @@ class Evaluate:
     json: bool = False  # one JSON object a file, then the pooled one
     models: Flat[Models] = Models()
     options: Flat[Options] = Options()
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a drafter; a run that was stopped continues."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]  # every field of the config file
+    dry_run: bool = False  # print what the run needs; nothing is trained or written
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """Replay training samples through the decoding path; exit 1 if accuracies differ.
+
+    Of a run: its samples, and its last checkpoint against the drafter it exported. Of data: the
+    same drafter on both paths.
+    """
+
+    run: Path | None = None  # work folder of a run that has ended
+    data: Path | None = None  # conversations, as `dspark train` reads them; None = the run's
+    drafter: str | None = None  # what decodes; None = the run's own, or bundled without a run
+    target: str | None = None  # None = the run's, or smollm2 without a run
+    samples: int = 8  # conversations, drawn by a fixed seed
+    max_length: int = 512  # tokens a conversation, cut on the right
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,19 @@
 """Command line: argv -> values -> one call -> print."""
 
 import dataclasses
-import importlib.util
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, bench_loss, check, goldens, replay, report
+from dspark_jax import bench, bench_loss, check, goldens, replay, report, training
 from dspark_jax.arguments import (
+    Audit,
     BenchCandidates,
     BenchLoss,
     BenchWalk,
@@ -26,14 +25,13 @@ from dspark_jax.arguments import (
     Inspect,
     Models,
 )
-from dspark_jax.config import Markov, Options, TrainConfig
+from dspark_jax.config import Markov, Options
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import summarise
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
-from dspark_jax.train import session
 from dspark_jax.weights.load import BUNDLED, LoadedTarget, convert, load_drafter, load_target
 from dspark_jax.weights.load import format_of as drafter_format
 
@@ -51,7 +49,9 @@ def main(argv: list[str] | None = None) -> None:
             case ["evaluate"]:
                 run_evaluate(_parse(Evaluate, argv))
             case ["train"]:
-                run_train(argv[1:])
+                training.run_train(argv[1:])
+            case ["audit"]:
+                training.run_audit(_parse(Audit, argv))
             case ["convert"]:
                 run_convert(_parse(Convert, argv))
             case ["inspect"]:
@@ -83,10 +83,11 @@ def _usage(argv: list[str]) -> None:
     if argv and not is_asked:
         report.err.print(f"error: unknown verb {' '.join(argv[:2])!r}", markup=False)
     report.out.print(
-        "usage: dspark {generate,evaluate,train,convert,inspect,check,bench} ...\n\n"
+        "usage: dspark {generate,evaluate,train,audit,convert,inspect,check,bench} ...\n\n"
         "  generate           decode prompts losslessly with a target and a drafter\n"
         "  evaluate           accepted length and acceptance by position over prompt files\n"
         "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
+        "  audit              training samples through the decoding path: both paths must agree\n"
         "  convert            write a drafter in another format\n"
         "  inspect            say what a drafter's folder holds\n"
         "  check equivalence  the equivalences between heads and walks, on a drafter\n"
@@ -229,33 +230,6 @@ def _numbered(spec: str) -> list[answer.Prompt]:
     if count is not None and int(count) < 1:
         raise ValueError(f"prompts = {spec}: the number behind the colon must be at least 1")
     return answer.read_prompts(Path(name), int(count) if count else None)
-
-
-def run_train(argv: list[str]) -> None:
-    """`dspark train CONFIG.py [--overrides]`."""
-    if not argv or argv[0].startswith("-"):
-        raise ValueError("dspark train needs a config file first: dspark train configs/tiny.py")
-    config = tyro.cli(
-        Annotated[TrainConfig, tyro.conf.arg(name="")],
-        args=argv[1:],
-        default=read_config(Path(argv[0])),
-        prog=f"dspark train {argv[0]}",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-    session.train(config)
-
-
-def read_config(path: Path) -> TrainConfig:
-    """The `config` a Python file defines."""
-    if not path.is_file():
-        raise ValueError(f"config = {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{path} must define `config`, a dspark_jax.config.TrainConfig")
-    return config
 
 
 def run_check_equivalence(args: CheckEquivalence) -> None:

@@ -187,7 +187,10 @@ def test_unknown_models_are_named(target_folder, capsys, missing):
     assert f"{missing} = 'nowhere'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_train_reads_a_config_file_trains_and_its_drafter_decodes(run, target_folder, tmp_path):
+def test_train_reads_a_config_file_trains_and_its_drafter_decodes(
+    run, target_folder, tmp_path, capsys
+):
+    """It says beforehand what it needs; an audit finds that training and decoding agree."""
     answers = tmp_path / "answers.jsonl"
     row = {"tokens": list(range(10, 40)), "reply_start": 4}
     answers.write_text(json.dumps(row) + "\n")
@@ -199,7 +202,14 @@ def test_train_reads_a_config_file_trains_and_its_drafter_decodes(run, target_fo
         "    drafter=DrafterRecipe(num_layers=1, block_size=3, mask_token=96,\n"
         "                          target_layer_ids=(0, 2), head=Markov(rank=4)))\n"
     )
-    cli.main(["train", str(config), "--steps", "2", "--drafter.head.rank", "8"])
+    flags = ["--steps", "2", "--drafter.head.rank", "8", "--export-dtype", "float32"]
+    cli.main(["train", str(config), *flags, "--dry-run"])
+    planned = capsys.readouterr().out
+    assert "trainable parameters" in planned and "26 of them the target's" in planned
+    assert not (tmp_path / "run").exists()
+    cli.main(["train", str(config), *flags])
+    cli.main(["audit", "--run", str(tmp_path / "run")])
+    assert "both paths agree" in capsys.readouterr().out
     drafter = tmp_path / "run" / "drafter"
     assert native.load(drafter).config.head == Markov(rank=8)
     (record,) = records(
@@ -265,6 +275,9 @@ def test_bench_loss_compares_three_ways(capsys):
         (["bench", "other"], "unknown verb 'bench other'"),
         (["bench", "walk", "--candidates", "0"], "candidates = (0,)"),
         (["check", "equivalence", "--drafter", "none"], "name a drafter"),
+        (["audit"], "give the work folder of a run, or data"),
+        (["audit", "--run", "nowhere"], "no work folder of a run"),
+        (["audit", "--data", "x", "--samples", "0"], "samples = 0"),
     ],
 )
 def test_checks_and_benches_refuse_by_name(argv, complaint, capsys):

@@ -74,8 +74,12 @@ def run(
         state, position = checkpoints.restore(state)
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
-    step = _jitted_step(config, chain, graphdef, target, corpus, state, place)
+    jitted, given = jitted_step(config, chain, graphdef, target, corpus, state, place)
     watch = probe.build(config, graphdef, target, held, place.all_rows)
+
+    def step(state, batch):
+        return jitted(state, batch, *given)
+
     try:
         state = _steps(config, step, watch, state, batches, place, checkpoints, report)
     finally:
@@ -109,7 +113,7 @@ def _pin_together(workdir: Path, *pinned: Any) -> None:
         pin(workdir, *pinned)
 
 
-def _jitted_step(
+def jitted_step(
     config: TrainConfig,
     chain: optax.GradientTransformation,
     graphdef: nnx.GraphDef,
@@ -117,15 +121,18 @@ def _jitted_step(
     corpus: data.Corpus,
     state: TrainState,
     place: Placement,
-) -> Callable:
-    """(state, batch) -> (state, metrics), compiled once per padded length; the state is donated."""
+) -> tuple[Callable, tuple]:
+    """(state, batch, *given) -> (state, metrics), and what is given; the state is donated.
+
+    It is compiled once per padded length. To lower it, shapes are enough.
+    """
     target_graphdef, target_params = nnx.split(target)
     split = None
     if config.frequent_tokens:
         sizes = target.config.vocab_size, config.frequent_tokens, config.drawn_tokens
         split = vocabulary.split(corpus.conversations, *sizes)
 
-    def step(state, params, batch, split):
+    def step(state, batch, params, split):
         return train_step(
             chain,
             graphdef,
@@ -137,8 +144,7 @@ def _jitted_step(
             place.mesh,
         )
 
-    jitted = place.step(step, state)
-    return lambda state, batch: jitted(state, target_params, batch, split)
+    return place.step(step, state), (target_params, split)
 
 
 def _attach(

@@ -75,7 +75,7 @@ def measure(
     The keys: "walked", along the drafter's own tokens, as it decodes; "taught", along the data;
     "unary", by the base logits alone; "oracle", as if the head always chose right among the
     `oracle` best base logits (the drafter's own candidates, where it has some), for heads that a
-    table of candidates holds.
+    table of candidates holds. Labels a loss puts in among its candidates count for none of them.
     """
     hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
 
@@ -102,7 +102,7 @@ def _drafted(
     """Prefixes of some blocks, by how they are drafted."""
     base, taught = draft_logits(heads, lent, hidden, prevs)
     best = jnp.argmax(heads.base_logits(lent, target_hidden), -1)
-    cut, bias = _cut(heads, base), taught - base
+    cut, bias = cut_to_candidates(heads, base), taught - base
     drafts = {
         "walked": greedy_walk(heads, lent, prevs[:, 0], hidden, cut),
         "taught": jnp.argmax(cut + bias, -1),
@@ -116,7 +116,7 @@ def _drafted(
     return found
 
 
-def _cut(heads: Heads, base: Float[Array, "N K V"]) -> Float[Array, "N K V"]:
+def cut_to_candidates(heads: Heads, base: Float[Array, "N K V"]) -> Float[Array, "N K V"]:
     """Base logits, -inf off the candidates of a drafter that is walked over some."""
     if not heads.config.candidates:
         return base

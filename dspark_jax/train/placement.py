@@ -47,6 +47,18 @@ class Placement:
         graphdef, params = nnx.split(module)
         return nnx.merge(graphdef, sharding.place(params, self.mesh))
 
+    def outline(self, tree: Any) -> Any:
+        """Shapes and dtypes of parameters, where the table says; nothing is made."""
+        if self.mesh is None:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        return _shapes(tree, sharding.shardings(tree, self.mesh))
+
+    def outline_rows(self, batch: Batch) -> Batch:
+        """Shapes and dtypes of a batch, by rows."""
+        if self.mesh is None:
+            return batch
+        return _shapes(batch, jax.tree.map(lambda _: self._rows, batch))
+
     @property
     def share(self) -> tuple[int, int]:
         """Which part of a batch's rows this process loads, and into how many it is parted."""
@@ -83,6 +95,12 @@ class Placement:
     @property
     def _rows(self) -> NamedSharding:
         return NamedSharding(self.mesh, P(sharding.ROWS))
+
+
+def _shapes(tree: Any, wanted: Any) -> Any:
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, wanted
+    )
 
 
 ONE_DEVICE = Placement(mesh=None, batch_size=0)

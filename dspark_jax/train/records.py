@@ -62,4 +62,5 @@ def _event_writer(folder: Path, step: int):
             "tensorboard = True needs the extra: pip install 'dspark-jax[tensorboard]', "
             "or leave it False: metrics.jsonl holds the same numbers"
         ) from None
-    return SummaryWriter(str(folder), purge_step=step + 1)
+    # Files are named by the second: the suffix keeps a quick continuation from overwriting one.
+    return SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".{step}")

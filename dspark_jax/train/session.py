@@ -12,9 +12,11 @@ from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import data, initial, loop, sources
+from dspark_jax.train.budget import Budget
+from dspark_jax.train.plan import plan
 from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
-from dspark_jax.weights.load import LoadedTarget, load_target
+from dspark_jax.weights.load import LoadedTarget, load_target, outline_target
 
 log = logging.getLogger(__name__)
 _SCALE_ROWS, _SCALE_TOKENS = 8, 128  # conversations and tokens over which taps are measured
@@ -28,16 +30,7 @@ def train(config: TrainConfig) -> Path:
     """
     target = load_target(config.target)
     _check_mask_token(config, target)
-    corpus = sources.read(
-        Path(config.data),
-        target.tokenizer.assistant_mask,
-        target.model.config.vocab_size,
-        config.max_length,
-        config.min_supervised,
-        config.target,
-        target.tokenizer.fingerprint,
-    )
-    log.info(sources.summary(corpus))
+    corpus = read_corpus(config, target)
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
     with _progress() as progress:
         task = progress.add_task("training", total=config.steps, note="")
@@ -54,6 +47,30 @@ def train(config: TrainConfig) -> Path:
     native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
     log.info("drafter written to %s", folder)
     return folder
+
+
+def dry_run(config: TrainConfig) -> Budget:
+    """What the run would need: the target's weights are not read, nothing is trained or written."""
+    target = outline_target(config.target)
+    _check_mask_token(config, target)
+    corpus = read_corpus(config, target)
+    drafter = initial.drafter_config(config.drafter, target.model.config)
+    return plan(config, target.model, corpus, drafter)
+
+
+def read_corpus(config: TrainConfig, target: LoadedTarget) -> data.Corpus:
+    """The run's conversations; what was left out is said."""
+    corpus = sources.read(
+        Path(config.data),
+        target.tokenizer.assistant_mask,
+        target.model.config.vocab_size,
+        config.max_length,
+        config.min_supervised,
+        config.target,
+        target.tokenizer.fingerprint,
+    )
+    log.info(sources.summary(corpus))
+    return corpus
 
 
 def _note(line: dict) -> str:

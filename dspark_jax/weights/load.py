@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from dspark_jax import text
@@ -39,19 +40,37 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
     Raises:
       CheckpointError: it cannot be read as what it claims to be.
     """
-    path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
-    if path.suffix == ".gguf" and path.exists():
+    path = _target_path(name)
+    if path.suffix == ".gguf":
         config, tensors, vocabulary = gguf.read(path)
+        model, tokenizer = targets.build(config, tensors, dtype), text.from_vocabulary(vocabulary)
+    else:
+        model, tokenizer = targets.load(path, dtype), text.from_hf(path)
+    return LoadedTarget(name=name, model=model, tokenizer=tokenizer)
+
+
+def outline_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> LoadedTarget:
+    """As `load_target`, but the model has shapes and dtypes alone: no weight is read."""
+    path = _target_path(name)
+    if path.suffix == ".gguf":
+        fields, _, vocabulary = gguf.read(path)
         tokenizer = text.from_vocabulary(vocabulary)
-        return LoadedTarget(
-            name=name, model=targets.build(config, tensors, dtype), tokenizer=tokenizer
-        )
-    if not path.is_dir():
+    else:
+        fields, tokenizer = read_json(path / "config.json"), text.from_hf(path)
+    config = targets.target_config(fields)
+    model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return LoadedTarget(name=name, model=model, tokenizer=tokenizer)
+
+
+def _target_path(name: str) -> Path:
+    """Where a target is: a folder, or a GGUF file."""
+    path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
+    if not path.is_dir() and not (path.suffix == ".gguf" and path.exists()):
         raise CheckpointError(
             f"target = {name!r}: neither a known name ({', '.join(assets.ASSETS)}), "
             "nor a folder with config.json, nor a .gguf file"
         )
-    return LoadedTarget(name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path))
+    return path
 
 
 def load_drafter(

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import (
@@ -29,6 +28,7 @@ from dspark_jax.train import initial, loop
 from dspark_jax.train.data import Conversation, Corpus
 from dspark_jax.train.losses import Tally
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 RECIPE = DrafterRecipe(
     num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
 )
@@ -61,20 +61,6 @@ def run(config, target, corpus, report=lambda line: None):
 def stop_at(step: int):
     """A preemption in the middle of a step."""
     return lambda line: os.kill(os.getpid(), signal.SIGTERM) if line["step"] == step else None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs of one shape share their programs: each run jits a new function."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module", params=["cached", pytest.param("online", marks=pytest.mark.slow)])
@@ -188,8 +174,9 @@ def made_up_step(loss: float, *counted: float) -> dict:
 def test_metrics_are_ratios_of_sums():
     """U05: pooled over the steps of a line; where nothing counts it is 0, not NaN."""
     few, many = made_up_step(1.0, 2.0, 0.0, 0.0), made_up_step(3.0, 6.0, 4.0, 0.0)
-    line = loop.summary([few, many])
-    assert line["loss"] == 2.0
+    line = loop._line(2, [{**step, "supervised": 5} for step in (few, many)], {}, seconds=4.0)
+    assert line["tokens_per_second"] == 2.5
+    assert (line["loss"], line["gradient_norm"]) == (2.0, 4.0)
     assert (line["cross_entropy"], line["l1"], line["confidence"]) == (1.5, 0.5, 0.25)
     assert line["accept_rate"] == [1.0, 0.5, 0.0]
     assert line["agree_rate"] == [1.0, 1.0, 0.0]

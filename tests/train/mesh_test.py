@@ -80,9 +80,9 @@ def first_step(target: Target, corpus: data.Corpus, mesh: str | None):
     place, shape = placement.of(config), initial.drafter_config(config.drafter, target.config)
     target = place.module(target)
     graphdef, state, chain = loop.start(config, target, shape, place)
-    step = loop._jitted_step(config, chain, graphdef, target, corpus, state, place)
+    step, given = loop.jitted_step(config, chain, graphdef, target, corpus, state, place)
     batch: Batch = data.collate(corpus.conversations[:8], 16)
-    return (state, *step(state, place.rows(batch)))
+    return (state, *step(state, place.rows(batch), *given))
 
 
 @pytest.mark.parametrize(
