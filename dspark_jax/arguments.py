@@ -8,6 +8,8 @@ import tyro
 
 from dspark_jax.config import Options
 from dspark_jax.nn.selector import TopK
+from dspark_jax.prepare.endpoint import Server
+from dspark_jax.prepare.session import Settings
 from dspark_jax.weights.load import Format
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -52,6 +54,18 @@ class Evaluate:
     json: bool = False  # one JSON object a file, then the pooled one
     models: Flat[Models] = Models()
     options: Flat[Options] = Options()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Have the target answer prompts, and write training shards; a stopped run goes on."""
+
+    prompts: tyro.conf.Positional[Path]  # JSON lines: turns, messages, tokens, or any --template
+    folder: tyro.conf.Positional[Path]  # of the shards
+    settings: Flat[Settings] = Settings()
+    server: Flat[Server] = Server()
+    models: Flat[Models] = Models(drafter="none")
+    options: Flat[Options] = Options(max_new_tokens=512)
 
 
 @dataclasses.dataclass(frozen=True)

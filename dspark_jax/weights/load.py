@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dspark_jax import text
+from dspark_jax.config import TargetConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
@@ -39,19 +40,37 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
     Raises:
       CheckpointError: it cannot be read as what it claims to be.
     """
-    path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
-    if path.suffix == ".gguf" and path.exists():
+    path = _locate(name)
+    if path.suffix == ".gguf":
         config, tensors, vocabulary = gguf.read(path)
         tokenizer = text.from_vocabulary(vocabulary)
         return LoadedTarget(
             name=name, model=targets.build(config, tensors, dtype), tokenizer=tokenizer
         )
-    if not path.is_dir():
+    return LoadedTarget(name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path))
+
+
+def load_text(name: str = "smollm2") -> tuple[TargetConfig, Tokenizer]:
+    """A target's config and tokenizer, without its parameters.
+
+    Raises:
+      CheckpointError: as `load_target`.
+    """
+    path = _locate(name)
+    if path.suffix == ".gguf":
+        config, _, vocabulary = gguf.read(path)
+        return targets.target_config(config), text.from_vocabulary(vocabulary)
+    return targets.target_config(read_json(path / "config.json")), text.from_hf(path)
+
+
+def _locate(name: str) -> Path:
+    path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
+    if not path.is_dir() and not (path.suffix == ".gguf" and path.exists()):
         raise CheckpointError(
             f"target = {name!r}: neither a known name ({', '.join(assets.ASSETS)}), "
             "nor a folder with config.json, nor a .gguf file"
         )
-    return LoadedTarget(name=name, model=targets.load(path, dtype), tokenizer=text.from_hf(path))
+    return path
 
 
 def load_drafter(
