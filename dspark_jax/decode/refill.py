@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from dspark_jax.base import Proposer, TargetFunctions
 from dspark_jax.decode.engine import Engine, Generation, Request
 from dspark_jax.decode.generate import Models, Progress, Requests, advance_round
+from dspark_jax.sharding import place_rows
 
 Name = TypeVar("Name")
 Running = tuple[Requests, Progress]
@@ -52,7 +53,7 @@ def refill(
                 rows[i] = row
             fresh = _prefill(engine, [request for _, request in taken], group, slots)
             where = jnp.asarray(chosen + [batch_size] * (group - len(chosen)), jnp.int32)
-            running = _write(running or _empty(fresh, batch_size), fresh, where)
+            running = _write(running or _empty(engine, fresh, batch_size), fresh, where)
         if len(free) == batch_size:
             return
         requests, progress = running
@@ -113,12 +114,13 @@ def _whole(parts: tuple, stop_tokens: Int[Array, "N"]) -> Running:
     return requests, progress
 
 
-def _empty(fresh: Running, batch_size: int) -> Running:
+def _empty(engine: Engine, fresh: Running, batch_size: int) -> Running:
     """A batch whose rows are all done."""
     first = jnp.zeros(batch_size, jnp.int32)
     parts = jax.tree.map(lambda leaf: leaf[first], _parts(fresh))
     requests, progress = _whole(parts, fresh[0].stop_tokens)
-    return requests, progress.replace(done=jnp.ones(batch_size, bool))
+    running = requests, progress.replace(done=jnp.ones(batch_size, bool))
+    return running if engine.mesh is None else place_rows(running, batch_size, engine.mesh)
 
 
 def _write(running: Running, fresh: Running, rows: Int[Array, "G"]) -> Running:

@@ -52,11 +52,11 @@ class Ledger:
         try:
             self.manifest = _resume(folder, settings)
             self._ended = _read_journal(folder / JOURNAL, self.manifest.consumed)
-        except ValueError:
+            self._rewrite()
+            self._finalise()
+        except BaseException:
             os.close(self._lock)
             raise
-        self._rewrite()
-        self._finalise()
 
     def missing(self) -> Iterator[int]:
         """Rows without an outcome, in order."""

@@ -56,9 +56,7 @@ def _row(row: dict, vocab_size: int) -> Row:
         return parse_prompt(row)
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise ValueError("each of `messages` must be an object with a role")
-    if not isinstance(finished := row.get("finished", True), bool):
-        raise ValueError(f"`finished` = {finished!r}: must be true or false")
-    return Answered(messages=tuple(messages), finished=finished)
+    return Answered(messages=tuple(messages), finished=_finished(row))
 
 
 def _is_answer(message: object) -> bool:
@@ -75,7 +73,13 @@ def _tokens(row: dict, vocab_size: int) -> Answered:
         )
     if type(start) is not int or not 0 <= start < len(tokens):
         raise ValueError(f"`reply_start` = {start!r}: must be an index into `tokens`")
-    return Answered(tokens=tuple(tokens), reply_start=start, finished=row.get("finished", True))
+    return Answered(tokens=tuple(tokens), reply_start=start, finished=_finished(row))
+
+
+def _finished(row: dict) -> bool:
+    if not isinstance(finished := row.get("finished", True), bool):
+        raise ValueError(f"`finished` = {finished!r}: must be true or false")
+    return finished
 
 
 def _filler(fill: str) -> Callable[[dict], Prompt]:

@@ -43,6 +43,7 @@ def test_refilled_rows_give_the_tokens_of_one_at_a_time(drafted, greedy, batch_s
     assert sum(generation.rounds for generation in found) < sum(NEW)  # some drafts stood
 
 
+@pytest.mark.slow
 def test_sampled_requests_keep_their_own_seed(drafted):
     alone = [run(drafted(), [request], 3)[0][1].tokens for request in SAMPLED]
     assert [g.tokens for g in in_order(run(drafted(), SAMPLED, 3))] == alone
