@@ -50,7 +50,7 @@ from dspark_jax.weights.load import format_of as drafter_format
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
     # Libraries set up logging when they are imported: only force gets our lines through.
-    logging.basicConfig(handlers=[report.Lines()], force=True)
+    logging.basicConfig(format="%(message)s", handlers=[report.Lines()], force=True)
     logging.getLogger("dspark_jax").setLevel(logging.INFO)
     argv = sys.argv[1:] if argv is None else argv
     try:
