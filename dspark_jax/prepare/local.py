@@ -58,8 +58,7 @@ class Talks:
             yield from self._drain()
             if not any(self._waiting.values()):
                 continue
-            oldest = min((queue[0], slots) for slots, queue in self._waiting.items() if queue)
-            slots = oldest[1]
+            _, slots = min((queue[0], slots) for slots, queue in self._waiting.items() if queue)
             answers = refill(self._engine, slots, self._batch_size, lambda s=slots: self._take(s))
             for name, generation in answers:
                 self._answered(name, generation)
