@@ -15,12 +15,11 @@ from dspark_jax.decode.answer import Message
 from dspark_jax.prepare.rows import Answered
 from dspark_jax.shards import Sample
 from dspark_jax.text import Tokenizer
+from dspark_jax.train.sources import why_not
 
 Outcome = Sample | str  # a sample, or why the row gives none
 
 TOO_LONG = "longer than max_length"
-TOO_SHORT = "fewer supervised tokens than min_supervised"
-NO_PAIR = "no two supervised tokens in a row"
 REFUSED = "the chat template cannot render it"
 
 
@@ -49,9 +48,9 @@ class Recipe:
         """The sample of a prompt that was asked."""
         count = sum(message.get("role") == "assistant" for message in talk.messages[talk.given :])
         said = {"finished": talk.finished, "answers": count, "turns_left": talk.turns_left}
+        if talk.reply:
+            return self._of_tokens(talk, {**provenance, **said})
         try:
-            if talk.reply:
-                return self._of_tokens(talk, {**provenance, **said})
             tokens, mask = self._rendered(talk.messages, talk.finished)
             mask = own_answers(mask, talk.messages, talk.given)
         except ValueError:
@@ -99,13 +98,10 @@ class Recipe:
     ) -> Outcome:
         if len(tokens) > self.max_length:
             return TOO_LONG
-        if mask.sum() < self.min_supervised:
-            return TOO_SHORT
-        if not (mask[1:] & mask[:-1]).any():
-            return NO_PAIR
-        return Sample(
-            tokens=np.asarray(tokens, np.int32), loss_mask=mask, provenance=dict(provenance)
-        )
+        if reason := why_not(mask, self.max_length, self.min_supervised):
+            return reason
+        ids = np.asarray(tokens, np.int32)
+        return Sample(tokens=ids, loss_mask=mask, provenance=provenance)
 
 
 def own_answers(

@@ -217,7 +217,7 @@ def _checked(ledger: Ledger) -> Manifest:
     """The finished manifest, its sums printed."""
     m = ledger.manifest
     for reason, count in m.dropped.items():
-        log.info("left out: %d (%s)", count, reason)
+        log.info("%d left out: %s", count, reason)
     if not m.samples:
         raise ValueError(f"{ledger.folder}: no row gave a sample: {m.dropped}")
     log.info(

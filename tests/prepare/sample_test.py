@@ -97,9 +97,12 @@ def test_answered_conversations_count_as_they_are(recipe):
     ("row", "reason"),
     [
         (Answered(tokens=(1,) * 65, reply_start=0), sample.TOO_LONG),
-        (Answered(tokens=(1, 2), reply_start=1), sample.TOO_SHORT),
+        (Answered(tokens=(1, 2), reply_start=1), "fewer than 2 supervised tokens"),
         (Answered(messages=({"role": "assistant", "content": [1]},)), sample.REFUSED),
-        (Answered(messages=(user("a"), assistant(""), user("b"), assistant(""))), sample.NO_PAIR),
+        (
+            Answered(messages=(user("a"), assistant(""), user("b"), assistant(""))),
+            "no two supervised tokens in a row",
+        ),
     ],
 )
 def test_what_cannot_be_trained_on_has_a_reason(recipe, row, reason):

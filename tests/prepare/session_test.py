@@ -110,13 +110,13 @@ def test_answered_conversations_need_no_model(write, subject, settings, tmp_path
         silent = dataclasses.replace(subject, engine=refuse)
         made = prepare(path, tmp_path / "run", silent, settings)
     assert [len(s.tokens) for s in Shards(tmp_path / "run")] == [11, 4]
-    assert made.dropped == {"fewer supervised tokens than min_supervised": 1}
+    assert made.dropped == {"fewer than 2 supervised tokens": 1}
     said = " ".join(caplog.messages)
-    assert "left out: 1 (fewer supervised" in said and "2 samples" in said and "MB" in said
+    assert "1 left out: fewer than 2" in said and "2 samples" in said and "MB" in said
 
 
 def test_nothing_but_drops_is_an_error(write, subject, settings, tmp_path):
-    with pytest.raises(ValueError, match="no row gave a sample: {'fewer supervised"):
+    with pytest.raises(ValueError, match="no row gave a sample: {'fewer than 2"):
         prepare(write({"tokens": [1, 2], "reply_start": 1}), tmp_path / "run", subject, settings)
 
 
