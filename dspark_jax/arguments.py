@@ -8,6 +8,8 @@ import tyro
 
 from dspark_jax.config import Options, TrainConfig
 from dspark_jax.nn.selector import TopK
+from dspark_jax.prepare.endpoint import Server
+from dspark_jax.prepare.session import Settings
 from dspark_jax.weights.load import Format
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -76,6 +78,17 @@ class Audit:
     target: str | None = None  # None = the run's, or smollm2 without a run
     samples: int = 8  # conversations, drawn by a fixed seed
     max_length: int = 512  # tokens a conversation, cut on the right
+
+
+class Prepare:
+    """Have the target answer prompts, and write training shards; a stopped run goes on."""
+
+    prompts: tyro.conf.Positional[Path]  # JSON lines: turns, messages, tokens, or any --template
+    folder: tyro.conf.Positional[Path]  # of the shards
+    settings: Flat[Settings] = Settings()
+    server: Flat[Server] = Server()
+    models: Flat[Models] = Models(drafter="none")
+    options: Flat[Options] = Options(max_new_tokens=512)
 
 
 @dataclasses.dataclass(frozen=True)

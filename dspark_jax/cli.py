@@ -24,23 +24,32 @@ from dspark_jax.arguments import (
     Generate,
     Inspect,
     Models,
+    Prepare,
 )
 from dspark_jax.config import Markov, Options
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.evaluate import summarise
+from dspark_jax.prepare.session import Subject, prepare
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
-from dspark_jax.weights.load import BUNDLED, LoadedTarget, convert, load_drafter, load_target
+from dspark_jax.weights.load import (
+    BUNDLED,
+    LoadedTarget,
+    convert,
+    load_drafter,
+    load_target,
+    load_text,
+)
 from dspark_jax.weights.load import format_of as drafter_format
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("jax", "absl"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Libraries set up logging when they are imported: only force gets our lines through.
+    logging.basicConfig(format="%(message)s", handlers=[report.Lines()], force=True)
+    logging.getLogger("dspark_jax").setLevel(logging.INFO)
     argv = sys.argv[1:] if argv is None else argv
     try:
         match argv[:1]:
@@ -48,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
                 run_generate(_parse(Generate, argv))
             case ["evaluate"]:
                 run_evaluate(_parse(Evaluate, argv))
+            case ["prepare"]:
+                run_prepare(_parse(Prepare, argv))
             case ["train"]:
                 training.run_train(argv[1:])
             case ["audit"]:
@@ -83,9 +94,10 @@ def _usage(argv: list[str]) -> None:
     if argv and not is_asked:
         report.err.print(f"error: unknown verb {' '.join(argv[:2])!r}", markup=False)
     report.out.print(
-        "usage: dspark {generate,evaluate,train,audit,convert,inspect,check,bench} ...\n\n"
+        "usage: dspark {generate,evaluate,prepare,train,audit,convert,inspect,check,bench} ...\n\n"
         "  generate           decode prompts losslessly with a target and a drafter\n"
         "  evaluate           accepted length and acceptance by position over prompt files\n"
+        "  prepare            prompts -> the target's own answers -> training shards\n"
         "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
         "  audit              training samples through the decoding path: both paths must agree\n"
         "  convert            write a drafter in another format\n"
@@ -230,6 +242,21 @@ def _numbered(spec: str) -> list[answer.Prompt]:
     if count is not None and int(count) < 1:
         raise ValueError(f"prompts = {spec}: the number behind the colon must be at least 1")
     return answer.read_prompts(Path(name), int(count) if count else None)
+
+
+def run_prepare(args: Prepare) -> None:
+    """`dspark prepare`."""
+    config, tokenizer = load_text(args.models.target)
+    decoding = dataclasses.asdict(args.models)
+    subject = Subject(
+        name=decoding.pop("target"),
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
+        decoding={name: value for name, value in decoding.items() if name != "mesh"},
+        engine=lambda: _engines(args.models, with_plain=False)[1],
+    )
+    prepare(args.prompts, args.folder, subject, args.settings, args.options, args.server)
 
 
 def run_check_equivalence(args: CheckEquivalence) -> None:

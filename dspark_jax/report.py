@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,14 @@ from dspark_jax.replay import Replay
 from dspark_jax.train.budget import Budget
 
 out, err = Console(soft_wrap=True), Console(stderr=True)
+
+
+class Lines(logging.Handler):
+    """Log records as plain lines on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one."""
+        err.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(error: Exception) -> None:

@@ -28,25 +28,32 @@ class Sample:
     loss_mask: Bool[np.ndarray, "T"]  # True where the target itself wrote the token
     provenance: Mapping[str, Any]  # where it comes from, as JSON holds it
 
-    def encode(self) -> bytes:
-        """The sample as a record."""
+    def as_row(self) -> dict[str, Any]:
+        """The sample as JSON holds it."""
         edges = np.flatnonzero(np.diff(np.pad(self.loss_mask.astype(np.int8), 1)))
-        row = {
+        return {
             "tokens": self.tokens.tolist(),
             "spans": edges.reshape(-1, 2).tolist(),
             "provenance": dict(self.provenance),
         }
-        return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, record: bytes) -> "Sample":
-        """The sample of a record."""
-        row = json.loads(record)
+    def from_row(cls, row: Mapping[str, Any]) -> "Sample":
+        """The sample that `as_row` wrote."""
         tokens = np.asarray(row["tokens"], np.int32)
         mask = np.zeros(tokens.size, bool)
         for start, stop in row["spans"]:
             mask[start:stop] = True
         return cls(tokens=tokens, loss_mask=mask, provenance=row["provenance"])
+
+    def encode(self) -> bytes:
+        """The sample as a record."""
+        return json.dumps(self.as_row(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, record: bytes) -> "Sample":
+        """The sample of a record."""
+        return cls.from_row(json.loads(record))
 
 
 def add_shard(

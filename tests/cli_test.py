@@ -16,7 +16,9 @@ from tokenizers import decoders, models
 from dspark_jax import cli
 from dspark_jax.config import Confidence, DrafterConfig, Markov
 from dspark_jax.nn.drafter import Drafter
+from dspark_jax.shards import Shards
 from dspark_jax.weights import native, targets
+from dspark_jax.weights.load import load_target, load_text
 
 GOLDEN = Path(__file__).parent / "goldens" / "target_qwen3"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -216,6 +218,28 @@ def test_train_reads_a_config_file_trains_and_its_drafter_decodes(
         run("generate", "--prompt", "a", "--json", "--max-new-tokens", "3", drafter=str(drafter))
     )
     assert record["num_tokens"] <= 3
+
+
+def test_prepare_asks_the_target_and_takes_what_was_answered(run, target_folder, tmp_path, capsys):
+    prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "shards"
+    rows = [{"turns": ["one"]}, {"tokens": list(range(10, 40)), "reply_start": 4}]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    flags = ("--max-new-tokens", "4", "--batch-size", "1", "--min-supervised", "2")
+    cli.main(["prepare", str(prompts), str(folder), *flags, "--target", str(target_folder)])
+    assert "2 samples, " in capsys.readouterr().err
+    run("prepare", str(prompts), str(folder), *flags, drafter="none")  # finished: nothing to do
+    asked, given = Shards(folder)
+    assert asked.loss_mask.sum() == 4 and given.loss_mask.sum() == 26
+    with pytest.raises(SystemExit, match="2"):
+        run("prepare", str(prompts), str(folder), *flags, "--seed", "1", drafter="none")
+    assert "seed was 0, is 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_text_side_alone_is_that_of_the_whole_target(target_folder):
+    config, tokenizer = load_text(str(target_folder))
+    whole = load_target(str(target_folder))
+    assert config == whole.model.config
+    assert tokenizer.fingerprint == whole.tokenizer.fingerprint
 
 
 def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp_path, capsys):

@@ -61,13 +61,18 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     Raises:
       ValueError: the file is absent or empty, or a line is neither; it names the line.
     """
-    prompts = list(itertools.islice(jsonl.read(path, "prompts", _prompt), limit))
+    prompts = list(itertools.islice(jsonl.read(path, "prompts", parse_prompt), limit))
     if not prompts:
         raise ValueError(f"prompts = {path}: holds no prompt")
     return prompts
 
 
-def _prompt(row: dict) -> Prompt:
+def parse_prompt(row: dict) -> Prompt:
+    """The prompt of one line.
+
+    Raises:
+      ValueError: it has neither `turns` nor `messages`, or they are malformed.
+    """
     if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
@@ -96,7 +101,7 @@ def answers(
     """Answers every turn of every prompt; a batch is decoded as soon as the last is consumed."""
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size}: must be at least 1")
-    said = [list(_opening(prompt, options)) for prompt in prompts]
+    said = [list(opening(prompt, options)) for prompt in prompts]
     for turn in range(max((len(p.turns) for p in prompts), default=0)):
         waiting = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
         for first in range(0, len(waiting), batch_size):
@@ -128,7 +133,7 @@ def stream(
 
     The texts of a turn join to the whole answer.
     """
-    said = list(_opening(prompt, options))
+    said = list(opening(prompt, options))
     for turn, user in enumerate(prompt.turns):
         said.append({"role": "user", "content": user})
         detokenizer, text = Detokenizer(tokenizer), ""
@@ -150,24 +155,27 @@ def first_requests(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Options
 ) -> list[Request]:
     """The requests of the prompts' first turns."""
-    said = ([*_opening(p, options), {"role": "user", "content": p.turns[0]}] for p in prompts)
+    said = ([*opening(p, options), {"role": "user", "content": p.turns[0]}] for p in prompts)
     return [request(tokenizer, messages, options, i) for i, messages in enumerate(said)]
 
 
-def _opening(prompt: Prompt, options: Options) -> Iterator[Message]:
+def opening(prompt: Prompt, options: Options) -> Iterator[Message]:
+    """What was said before a prompt's first turn: a system message, messages of its own."""
     if options.system is not None:
         yield {"role": "system", "content": options.system}
     yield from prompt.messages
 
 
-def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int) -> Request:
-    """One request for the next answer of a conversation."""
+def request(
+    tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int, **variables: Any
+) -> Request:
+    """One request for the next answer of a conversation; `variables` are for the template."""
     if options.raw and options.system is not None:
         raise ValueError("system and raw are both set: a raw text has no system message")
     if options.raw:
         tokens = tokenizer.encode_document("".join(message["content"] for message in said))
     else:
-        tokens = tokenizer.render(said)
+        tokens = tokenizer.render(said, **variables)
     return Request(
         tokens=tuple(tokens),
         max_new_tokens=options.max_new_tokens,

@@ -99,14 +99,14 @@ class Engine:
         done: list[Generation] = []
         for start in range(0, len(requests), size):
             batch = requests[start : start + size]
-            static, models, padded, progress = self._begin(batch, size)
+            static, models, padded, progress = self.begin(batch, size)
             progress = generate.finish(*static, models, padded, progress)
-            done += self._collect(batch, progress)
+            done += self.collect(batch, progress)
         return done
 
     def stream(self, request: Request) -> Iterator[tuple[int, ...]]:
         """New tokens as rounds commit them; the generator's return value is the Generation."""
-        static, models, padded, progress = self._begin([request], 1)
+        static, models, padded, progress = self.begin([request], 1)
         seen = len(request.tokens)
         while True:
             lengths, done, row = jax.device_get((progress.lengths, progress.done, progress.tokens))
@@ -114,13 +114,13 @@ class Engine:
                 yield tuple(int(t) for t in row[0, seen : lengths[0]])
                 seen = int(lengths[0])
             if done[0]:
-                return self._collect([request], progress)[0]
+                return self.collect([request], progress)[0]
             progress, _ = generate.advance(*static, models, padded, progress)
 
     def warm_up(self, length: int, size: int, is_sampled: bool, is_streamed: bool = False) -> None:
         """Compiles what rows of up to this length will run, so that clocks need not count it."""
         request = Request(tokens=(0,), max_new_tokens=0, temperature=float(is_sampled))
-        static, models, padded, progress = self._begin([request], size, self.bucket(length))
+        static, models, padded, progress = self.begin([request], size, self.bucket(length))
         run = generate.advance if is_streamed else generate.finish
         jax.block_until_ready(run(*static, models, padded, progress))
 
@@ -128,7 +128,10 @@ class Engine:
         """Length the longest of some requests may reach."""
         return max(self._limit(i, request) for i, request in enumerate(requests))
 
-    def _begin(self, batch: Sequence[Request], size: int, slots: int | None = None):
+    def begin(
+        self, batch: Sequence[Request], size: int, slots: int | None = None
+    ) -> tuple[tuple[TargetFunctions, Proposer], Models, Requests, Progress]:
+        """A batch behind its prefill, and what rounds need; rows without a request are done."""
         limits = [self._limit(i, request) for i, request in enumerate(batch)]
         slots = slots or self.bucket(max(limits))
         tokens = np.zeros((size, slots), np.int32)
@@ -174,12 +177,15 @@ class Engine:
             top_p=jnp.asarray([r.top_p for r in batch] + [1.0] * padding, jnp.float32),
         )
 
-    def _collect(self, batch: Sequence[Request], progress: Progress) -> list[Generation]:
+    def collect(self, batch: Sequence[Request | None], progress: Progress) -> list[Generation]:
+        """What came of a batch's requests; rows of None are passed over."""
         tokens, lengths, rounds, survived = jax.device_get(
             (progress.tokens, progress.lengths, progress.rounds, progress.survived)
         )
         generations = []
         for i, request in enumerate(batch):
+            if request is None:
+                continue
             new = tuple(int(t) for t in tokens[i, len(request.tokens) : lengths[i]])
             stopped = bool(new) and new[-1] in self.stop_tokens
             generations.append(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,23 @@ def pin(workdir: Path, config: TrainConfig, drafter: DrafterConfig, corpus: Corp
         workdir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(resolved, indent=1) + "\n"
         (workdir / "config.json").write_text(text, encoding="utf-8")
-    elif changed := _differences(before, resolved):
+    elif changed := differences(before, resolved, _MAY_CHANGE):
         raise ValueError(
             f"{workdir} holds a run with other settings: {'; '.join(changed)}. "
             "Use the same settings to resume, or another workdir"
         )
 
 
-def _differences(old: dict, new: dict, prefix: str = "") -> list[str]:
+def differences(
+    old: dict[str, Any], new: dict[str, Any], may_change: Set[str], prefix: str = ""
+) -> list[str]:
     """Fields that differ; those an older version did not write are taken as they are."""
     found = []
     for name in sorted(set(old) | set(new)):
         was, now, path = old.get(name), new.get(name), prefix + name
         if isinstance(was, dict) and isinstance(now, dict):
-            found += _differences(was, now, path + ".")
-        elif name in old and was != now and path not in _MAY_CHANGE:
+            found += differences(was, now, may_change, path + ".")
+        elif name in old and was != now and path not in may_change:
             found.append(f"{path} was {was!r}, is {now!r}")
     return found
 

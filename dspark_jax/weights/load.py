@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dspark_jax import text
+from dspark_jax.config import TargetConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
@@ -40,7 +41,7 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
     Raises:
       CheckpointError: it cannot be read as what it claims to be.
     """
-    path = _target_path(name)
+    path = _locate(name)
     if path.suffix == ".gguf":
         config, tensors, vocabulary = gguf.read(path)
         model, tokenizer = targets.build(config, tensors, dtype), text.from_vocabulary(vocabulary)
@@ -49,21 +50,27 @@ def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loaded
     return LoadedTarget(name=name, model=model, tokenizer=tokenizer)
 
 
+def load_text(name: str = "smollm2") -> tuple[TargetConfig, Tokenizer]:
+    """A target's config and tokenizer, without its parameters.
+
+    Raises:
+      CheckpointError: as `load_target`.
+    """
+    path = _locate(name)
+    if path.suffix == ".gguf":
+        config, _, vocabulary = gguf.read(path)
+        return targets.target_config(config), text.from_vocabulary(vocabulary)
+    return targets.target_config(read_json(path / "config.json")), text.from_hf(path)
+
+
 def outline_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> LoadedTarget:
     """As `load_target`, but the model has shapes and dtypes alone: no weight is read."""
-    path = _target_path(name)
-    if path.suffix == ".gguf":
-        fields, _, vocabulary = gguf.read(path)
-        tokenizer = text.from_vocabulary(vocabulary)
-    else:
-        fields, tokenizer = read_json(path / "config.json"), text.from_hf(path)
-    config = targets.target_config(fields)
+    config, tokenizer = load_text(name)
     model = nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
     return LoadedTarget(name=name, model=model, tokenizer=tokenizer)
 
 
-def _target_path(name: str) -> Path:
-    """Where a target is: a folder, or a GGUF file."""
+def _locate(name: str) -> Path:
     path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
     if not path.is_dir() and not (path.suffix == ".gguf" and path.exists()):
         raise CheckpointError(
