@@ -145,8 +145,8 @@ class Theirs:
     def cut(self, number: int, block_size: int) -> dict[str, torch.Tensor]:
         """The batch as a step of ours cuts it."""
         key = jax.random.fold_in(self.key, number)
-        chosen = anchors.sample(key, self.batch.loss_mask, self.config.num_anchors)
-        blocks = anchors.cut(self.batch, *chosen, block_size)
+        count, is_contiguous = self.config.num_anchors, self.config.losses.is_contiguous
+        blocks = anchors.blocks(key, self.batch, count, block_size, is_contiguous)
         rows = jnp.arange(self.batch.tokens.shape[0])[:, None, None]
         ahead = blocks.anchors[..., None] + jnp.arange(block_size)
         ahead = jnp.minimum(ahead, self.batch.tokens.shape[1] - 2)
