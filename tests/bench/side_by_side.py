@@ -71,7 +71,7 @@ def main() -> None:
     key = jax.random.key(0)
     theirs = Theirs(drafter, target, batch, config, key)
     ours = Ours(drafter, target, batch, config, key)
-    for number in range(CHECKED_STEPS):
+    for _ in range(CHECKED_STEPS):
         (here, norm), (there, their_norm) = ours.step(), theirs.step()
         print(f"loss {here:.6f}, PyTorch {there:.6f}; norm {norm:.6f}, PyTorch {their_norm:.6f}")
         np.testing.assert_allclose((here, norm), (there, their_norm), rtol=1e-4)
