@@ -1,7 +1,6 @@
 """Command line: argv -> values -> one call -> print."""
 
 import dataclasses
-import importlib.util
 import logging
 import re
 import sys
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, bench_loss, check, goldens, replay, report
+from dspark_jax import bench, bench_loss, check, goldens, recipes, replay, report
 from dspark_jax.arguments import (
     BenchCandidates,
     BenchLoss,
@@ -86,7 +85,7 @@ def _usage(argv: list[str]) -> None:
         "usage: dspark {generate,evaluate,train,convert,inspect,check,bench} ...\n\n"
         "  generate           decode prompts losslessly with a target and a drafter\n"
         "  evaluate           accepted length and acceptance by position over prompt files\n"
-        "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
+        "  train              train a drafter: dspark train CONFIG.py[:NAME] [--overrides]\n"
         "  convert            write a drafter in another format\n"
         "  inspect            say what a drafter's folder holds\n"
         "  check equivalence  the equivalences between heads and walks, on a drafter\n"
@@ -232,30 +231,17 @@ def _numbered(spec: str) -> list[answer.Prompt]:
 
 
 def run_train(argv: list[str]) -> None:
-    """`dspark train CONFIG.py [--overrides]`."""
+    """`dspark train CONFIG.py[:NAME] [--overrides]`."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("dspark train needs a config file first: dspark train configs/tiny.py")
     config = tyro.cli(
         Annotated[TrainConfig, tyro.conf.arg(name="")],
         args=argv[1:],
-        default=read_config(Path(argv[0])),
+        default=recipes.read(argv[0]),
         prog=f"dspark train {argv[0]}",
         config=(tyro.conf.AvoidSubcommands,),
     )
     session.train(config)
-
-
-def read_config(path: Path) -> TrainConfig:
-    """The `config` a Python file defines."""
-    if not path.is_file():
-        raise ValueError(f"config = {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{path} must define `config`, a dspark_jax.config.TrainConfig")
-    return config
 
 
 def run_check_equivalence(args: CheckEquivalence) -> None:
