@@ -62,6 +62,7 @@ class Train:
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]  # every field of the config file
     dry_run: bool = False  # print what the run needs; nothing is trained or written
+    distributed: str | None = None  # one of several processes: auto, or HOST:PORT,COUNT,INDEX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,21 @@ class BenchWalk:
     rank: int = 256  # of the Markov tables
     repeats: int = 7  # timed calls of each, interleaved
     json: bool = False  # one JSON object a row
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchHeads:
+    """Train the runs of a config file, or go on, and compare their accepted lengths."""
+
+    config: tyro.conf.Positional[str]  # a file that defines `configs`, runs by name
+    prompts: tyro.conf.Positional[tuple[str, ...]]  # FILE.jsonl or FILE.jsonl:N; not trained on
+    runs: tuple[str, ...] = ()  # only these, in this order
+    data: str | None = None  # other training data than the config's
+    workdir: Path | None = None  # other work folder than the config's; each run gets one below
+    steps: int | None = None  # other number of optimizer steps than the config's
+    batch_size: int = 8  # prompts answered together
+    max_new_tokens: int = 128  # new tokens an answer, at most
+    json: bool = False  # one JSON object a run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,21 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import bench, bench_loss, check, goldens, replay, report, training
+from dspark_jax import (
+    bench,
+    bench_heads,
+    bench_loss,
+    check,
+    goldens,
+    recipes,
+    replay,
+    report,
+    training,
+)
 from dspark_jax.arguments import (
     Audit,
     BenchCandidates,
+    BenchHeads,
     BenchLoss,
     BenchWalk,
     CheckEquivalence,
@@ -43,6 +54,8 @@ from dspark_jax.weights.load import (
     load_text,
 )
 from dspark_jax.weights.load import format_of as drafter_format
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
                 run_check_goldens(_parse(CheckGoldens, argv, 2))
             case ["bench"] if argv[1:2] == ["candidates"]:
                 run_bench_candidates(_parse(BenchCandidates, argv, 2))
+            case ["bench"] if argv[1:2] == ["heads"]:
+                run_bench_heads(_parse(BenchHeads, argv, 2))
             case ["bench"] if argv[1:2] == ["loss"]:
                 run_bench_loss(_parse(BenchLoss, argv, 2))
             case ["bench"] if argv[1:2] == ["walk"]:
@@ -106,6 +121,7 @@ def _usage(argv: list[str]) -> None:
         "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
         "  bench walk         candidate walks against the full-vocabulary walk\n"
         "  bench candidates   accepted length at several numbers of candidates\n"
+        "  bench heads        drafters trained alike, compared by accepted length\n"
         "  bench loss         the loss in chunks against all logits at once\n\n"
         "dspark VERB --help lists the options of a verb.",
         markup=False,
@@ -312,11 +328,37 @@ def run_bench_loss(args: BenchLoss) -> None:
     report.print_losses(seconds, args.json)
 
 
+def run_bench_heads(args: BenchHeads) -> None:
+    """`dspark bench heads`."""
+    runs = recipes.read_all(args.config)
+    unknown = sorted(set(args.runs) - set(runs))
+    if unknown:
+        raise ValueError(f"runs = {unknown}: {args.config} has {', '.join(runs)}")
+    if not args.prompts or args.batch_size < 1:
+        raise ValueError(
+            f"prompts = {args.prompts}, batch_size = {args.batch_size}: give at least one of each"
+        )
+    prompts = _first_turns(args.prompts)
+    chosen = {name: runs[name] for name in args.runs or runs}
+    workdir = None if args.workdir is None else str(args.workdir)
+    chosen = bench_heads.adjusted(chosen, args.data, workdir, args.steps)
+    options = Options(max_new_tokens=args.max_new_tokens)
+    found = []
+    for result in bench_heads.results(chosen, prompts, options, args.batch_size):
+        found.append(result)
+        log.info("%s: accepted length %.3f", result.name, result.summary.accepted_length or 0)
+    report.print_heads(found, args.json)
+
+
+def _first_turns(specs: Sequence[str]) -> list[answer.Prompt]:
+    """First turns of the prompts of files."""
+    prompts = [prompt for spec in specs for prompt in _numbered(spec)]
+    return [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+
+
 def run_bench_candidates(args: BenchCandidates) -> None:
     """`dspark bench candidates`."""
-    prompts = [
-        dataclasses.replace(p, turns=p.turns[:1]) for spec in args.prompts for p in _numbered(spec)
-    ]
+    prompts = _first_turns(args.prompts)
     if args.drafter == "none":
         raise ValueError("drafter = 'none' drafts nothing: name a drafter")
     target = load_target(args.target)

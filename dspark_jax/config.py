@@ -287,6 +287,7 @@ class TrainConfig:
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
     max_cache_bytes: int = 0  # keep the target's features on disk; 0 = compute them in the step
+    cache: str | None = None  # folder of kept features, which runs may share; None = in workdir
     mesh: str | None = None  # devices, as in data=4,fsdp=2,tensor=1; None = one
     seed: int = 42  # of initial weights, shuffling and anchors
     holdout: int = 0  # conversations kept out of training and measured instead, drawn by seed

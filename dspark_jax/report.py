@@ -13,6 +13,7 @@ from rich.table import Table
 
 from dspark_jax.audit import Audit
 from dspark_jax.bench import RoundCosts, WalkCosts
+from dspark_jax.bench_heads import Result
 from dspark_jax.check import Finding
 from dspark_jax.decode.answer import Answer
 from dspark_jax.decode.engine import Generation
@@ -109,11 +110,15 @@ def print_summaries(rows: Sequence[tuple[str, Summary]], is_json: bool) -> None:
     for name, s in rows:
         by_position = " ".join(f"{x:.2f}" for x in s.acceptance)
         counts = (str(s.answers), str(s.tokens), str(s.rounds))
-        length = _number(s.accepted_length)
-        if s.interval:
-            length += " ({:.2f}..{:.2f})".format(*s.interval)
-        table.add_row(name, *counts, length, f"{s.tokens_per_second:.1f}", by_position)
+        speed = f"{s.tokens_per_second:.1f}"
+        table.add_row(name, *counts, _accepted_length(s), speed, by_position)
     out.print(table)
+
+
+def _accepted_length(summary: Summary) -> str:
+    """With its interval, where there is one."""
+    interval = " ({:.2f}..{:.2f})".format(*summary.interval) if summary.interval else ""
+    return _number(summary.accepted_length) + interval
 
 
 def _number(x: float | None) -> str:
@@ -160,6 +165,28 @@ def print_walks(rows: Sequence[WalkCosts], is_json: bool) -> None:
         shape = (str(row.vocab_size), str(row.block_size), str(row.batch))
         ratios = (f"{row.ratio(name):.1f}x" for name in names)
         table.add_row(*shape, f"{1e3 * row.seconds['full']:.2f}", *ratios)
+    out.print(table)
+
+
+def print_heads(results: Sequence[Result], is_json: bool) -> None:
+    """Accepted lengths of drafters trained alike."""
+    if is_json:
+        for result in results:
+            print(json.dumps(result.record()), flush=True)
+        return
+    table = Table(
+        title="greedy, the same prompts; accepted length = committed tokens / rounds, the bonus "
+        "counted (95% over prompts)"
+    )
+    for column in ("run", "steps", "parameters", "walked over", "tokens", "rounds"):
+        table.add_column(column, justify="right")
+    table.add_column("accepted length", justify="right")
+    table.add_column("accepted at position k, of rounds that reached it")
+    for r in results:
+        s, walked = r.summary, f"{r.candidates} candidates" if r.candidates else "vocabulary"
+        counts = (r.name, str(r.steps), f"{r.parameters:,}", walked, str(s.tokens), str(s.rounds))
+        by_position = " ".join(f"{x:.2f}" for x in s.acceptance)
+        table.add_row(*counts, _accepted_length(s), by_position)
     out.print(table)
 
 

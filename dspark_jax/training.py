@@ -1,13 +1,11 @@
 """Verbs of training: `dspark train` and `dspark audit`."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import tyro
 
-from dspark_jax import arguments, audit, report
+from dspark_jax import arguments, audit, processes, recipes, report
 from dspark_jax.config import TrainConfig
 from dspark_jax.train import holdout, reopen, session
 from dspark_jax.train.data import Conversation
@@ -15,35 +13,24 @@ from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
 
 
 def run_train(argv: list[str]) -> None:
-    """`dspark train CONFIG.py [--overrides] [--dry-run]`."""
+    """`dspark train CONFIG.py[:NAME] [--overrides] [--dry-run] [--distributed HOW]`."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("dspark train needs a config file first: dspark train configs/tiny.py")
     args = tyro.cli(
         arguments.Train,
         args=argv[1:],
-        default=arguments.Train(config=read_config(Path(argv[0]))),
+        default=arguments.Train(config=recipes.read(argv[0])),
         prog=f"dspark train {argv[0]}",
         config=(tyro.conf.AvoidSubcommands,),
     )
+    if args.distributed is not None:
+        processes.meet(args.distributed)
     if args.dry_run:
         with report.err.status("compiling a step ..."):
             budget = session.dry_run(args.config)
         report.print_budget(budget)
     else:
         session.train(args.config)
-
-
-def read_config(path: Path) -> TrainConfig:
-    """The `config` a Python file defines."""
-    if not path.is_file():
-        raise ValueError(f"config = {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{path} must define `config`, a dspark_jax.config.TrainConfig")
-    return config
 
 
 def run_audit(args: arguments.Audit) -> None:

@@ -5,9 +5,11 @@ times (a small corpus, a slow machine) it is cheaper to keep its features: 4 (F 
 in fp32, bounded by `max_cache_bytes`.
 """
 
+import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -55,7 +57,7 @@ def build(
 
     Raises:
       ValueError: the cache would be larger than `max_bytes`, and nothing is written then; or the
-        folder holds another corpus's features.
+        folder holds those of another corpus, of other taps or of another target.
     """
     ends = np.cumsum(lengths(corpus.conversations), dtype=np.int64)
     starts, total = np.concatenate([[0], ends[:-1]]), int(ends[-1])
@@ -73,21 +75,28 @@ def build(
         for name, columns in widths.items()
     }
     cache = Cache(starts=starts, **arrays)
-    progress = _Progress(folder / "progress.json", digest(corpus))
+    norm = np.asarray(target.norm.weight[...].astype(jnp.float32))
+    about = {
+        "corpus": digest(corpus),
+        "taps": list(target_layer_ids),
+        "target": hashlib.sha256(norm.tobytes()).hexdigest()[:16],
+    }
+    progress = _Progress(folder / "progress.json", about)
     _run(target, corpus, target_layer_ids, cache, progress, batch_size)
     return cache
 
 
 class _Progress:
-    """How many conversations are done, of which corpus; written only behind their data."""
+    """How many conversations are done, and of what; written only behind their data."""
 
-    def __init__(self, path: Path, corpus: str):
-        self._path, self._corpus = path, corpus
-        kept = json.loads(path.read_text()) if path.exists() else {"done": 0, "corpus": corpus}
-        if kept["corpus"] != corpus:
+    def __init__(self, path: Path, about: dict[str, Any]):
+        self._path, self._about = path, about
+        kept = json.loads(path.read_text()) if path.exists() else {"done": 0}
+        other = [name for name in about if name in kept and kept[name] != about[name]]
+        if other:
             raise ValueError(
-                f"{path.parent} holds the features of another corpus: "
-                "delete the folder or use another workdir"
+                f"{path.parent} holds features of another {' and another '.join(other)}: "
+                "delete the folder or set another cache"
             )
         self.done = kept["done"]
 
@@ -95,7 +104,7 @@ class _Progress:
         cache.features.flush()
         cache.hidden.flush()
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"done": done, "corpus": self._corpus}))
+        temporary.write_text(json.dumps({"done": done, **self._about}))
         temporary.replace(self._path)
 
 
@@ -108,7 +117,7 @@ def _open(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
     if kept.shape != shape or kept.dtype != stored:
         raise ValueError(
             f"{path} holds {kept.shape} {kept.dtype}, this run needs {shape} {stored}: "
-            "delete the folder or use another workdir"
+            "delete the folder or set another cache"
         )
     return kept.view(dtype)
 

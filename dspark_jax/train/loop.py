@@ -153,7 +153,7 @@ def _attach(
     """How samples get the target's features: from disk, or not before the step."""
     if not config.max_cache_bytes:
         return lambda index, conversation: conversation
-    folder = Path(config.workdir) / "features"
+    folder = Path(config.cache or Path(config.workdir) / "features")
     ids, limit = drafter.target_layer_ids, config.max_cache_bytes
     cache = features.build(target, corpus, ids, folder, limit)
 

@@ -128,6 +128,11 @@ def of(config: TrainConfig) -> Placement:
             f"mesh = {config.mesh!r} has {mesh.size} devices: with several processes it must have "
             f"all {count}"
         )
+    if jax.process_count() > 1 and config.max_cache_bytes:
+        raise ValueError(
+            f"max_cache_bytes = {config.max_cache_bytes}: features are kept by runs of one process; "
+            "set 0, and the target runs inside the step"
+        )
     sharding.check_rows(config.batch_size, mesh)
     blocks = config.batch_size * config.num_anchors // (mesh.shape["data"] * mesh.shape["fsdp"])
     if blocks % config.anchor_chunk:

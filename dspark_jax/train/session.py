@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
+from dspark_jax.processes import is_first
 from dspark_jax.train import data, initial, loop, sources
 from dspark_jax.train.budget import Budget
 from dspark_jax.train.plan import plan
@@ -44,8 +45,9 @@ def train(config: TrainConfig) -> Path:
 
         drafter = loop.run(config, target.model, corpus, drafter_config, report)
     folder = Path(config.workdir) / "drafter"
-    native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
-    log.info("drafter written to %s", folder)
+    if is_first():
+        native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
+        log.info("drafter written to %s", folder)
     return folder
 
 
@@ -141,4 +143,5 @@ def _progress() -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True),
+        disable=not is_first(),
     )

@@ -93,7 +93,7 @@ def _over_anchors(
 ) -> Float[Array, "B A K D"]:
     """function(parts), a divisor of A anchors at a time.
 
-    The backward pass keeps the matrix products and forms the attention weights anew.
+    The backward pass forms each part's activations anew: beside the lm head that costs little.
     """
     size = math.gcd(parts[0].shape[1], chunk)
     if size == parts[0].shape[1]:
@@ -102,8 +102,7 @@ def _over_anchors(
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size), 1, 0)
 
-    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    out = jax.lax.map(jax.checkpoint(function, policy=kept), jax.tree.map(split, parts))
+    out = jax.lax.map(jax.checkpoint(function), jax.tree.map(split, parts))
     return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
 
 

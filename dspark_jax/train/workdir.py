@@ -22,6 +22,7 @@ _MAY_CHANGE = {
     "train.save_every",
     "train.keep",
     "train.max_cache_bytes",
+    "train.cache",
     "train.export_dtype",
 }
 

@@ -120,5 +120,5 @@ def test_the_cache_of_another_corpus_is_refused(micro_target, corpus, tmp_path, 
             del others[3:]
         case "edited":
             others[2] = others[2].replace(tokens=others[2].tokens[::-1].copy())
-    with pytest.raises(ValueError, match="delete the folder or use another workdir"):
+    with pytest.raises(ValueError, match="delete the folder or set another cache"):
         build(micro_target, corpus.replace(conversations=others), tmp_path)

@@ -1,0 +1,47 @@
+r"""Six drafters for Qwen/Qwen3-14B on a TPU v5p-128 slice (64 chips).
+
+dspark prepare prompts.jsonl data/qwen3_14b --target Qwen3-14B \
+    --temperature 0.7 --top-p 0.8 --top-k 20
+dspark train configs/qwen3_14b.py:dspark --distributed auto
+
+Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. The second command starts on every
+host of the slice. `Qwen3-14B` is the folder of Hugging Face's Qwen/Qwen3-14B.
+
+Budget of each: 10 passes over 1.24 G tokens (1.3 M conversations, answered by the target), 24,000
+steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 25 for each, from
+343 TFLOP a row (target 108, backbone 142, attention 18, lm head 70, rest 5)
+at 40% of the chips' 459 TFLOP/s. Disk: 6 GB of samples, 67 GB of checkpoints; features are
+computed in the step (76 TB if kept).
+
+Accepted length: not measured. Their authors report, at temperature 1 over nine sets of prompts,
+4.04 for DFlash and 4.78 for DSpark. The curve
+of a run is in its metrics: held-out conversations are walked every 1,000 steps.
+"""
+
+from dspark_jax.config import DrafterRecipe, Losses, TrainConfig
+from dspark_jax.recipes import six
+
+configs = six(
+    TrainConfig(
+        data="data/qwen3_14b",
+        workdir="runs/qwen3_14b",
+        target="Qwen3-14B",
+        drafter=DrafterRecipe(
+            num_layers=5,
+            block_size=7,
+            mask_token=151669,  # the first row behind Qwen3's tokens
+        ),
+        losses=Losses(cross_entropy=0.1, l1=0.9, confidence=1.0, decay=4.0),
+        steps=24_000,
+        batch_size=128,
+        num_anchors=2048,
+        anchor_chunk=128,
+        max_length=4096,
+        pack=True,
+        mesh="fsdp=64",
+        holdout=256,
+        evaluate_every=1000,
+    ),
+    rank=256,
+    gru_width=1024,
+)
