@@ -162,8 +162,13 @@ class DrafterConfig:
     windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
     causal: tuple[bool, ...] = ()  # layers whose block rows see no later row; () = none
     candidates: int = 0  # C it is walked over unless told otherwise; 0 = the vocabulary
+    draft_vocab_size: int = 0  # tokens it can draft, through an lm head of its own; 0 = all
 
     def __post_init__(self):
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size = {self.draft_vocab_size}: must be within 0..{self.vocab_size}"
+            )
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows = {self.windows}: a row sees itself, so at least 1")
         for field in ("windows", "causal"):
@@ -177,6 +182,11 @@ class DrafterConfig:
     def num_inputs(self) -> int:
         """Rows a block feeds to the backbone."""
         return self.block_size if self.predict_from_anchor else self.block_size + 1
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that can be drafted."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def feature_width(self) -> int:

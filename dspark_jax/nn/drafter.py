@@ -3,6 +3,7 @@
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -13,7 +14,7 @@ from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
 from dspark_jax.nn.domino import DominoHead
-from dspark_jax.nn.layers import accumulator, project, softcap
+from dspark_jax.nn.layers import accumulator, normal, project, softcap
 from dspark_jax.nn.markov import MarkovHead, RecurrentHead
 
 
@@ -28,6 +29,10 @@ class Lent:
 
     embedding: Float[Array, "V D"]
     head: Float[Array, "rows D"]
+
+
+class TokenTable(nnx.Variable):
+    """Ids in the target's vocabulary, ascending: stored with the parameters, never trained."""
 
 
 class Heads(nnx.Module):
@@ -48,12 +53,23 @@ class Heads(nnx.Module):
             if confidence is None
             else ConfidenceHead(config.geometry.width, rank, dtype, rngs=rngs)
         )
+        drafted = config.draft_vocab_size
+        shape = (drafted, config.geometry.width)
+        self.lm_head = nnx.Param(normal(rngs.params(), shape, dtype)) if drafted else None
+        self.draft_tokens = TokenTable(jnp.arange(drafted, dtype=jnp.int32)) if drafted else None
         self.config = config
 
     def base_logits(self, lent: Lent, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """U in fp32: the lent lm head's logits, capped before any bias is added."""
-        scores = project(hidden, lent.head) * self.config.logit_multiplier
+        """U in fp32, capped before any bias is added: of the lent lm head or, of fewer tokens, its
+        own.
+        """
+        table = lent.head if self.lm_head is None else self.lm_head[...]
+        scores = project(hidden, table) * self.config.logit_multiplier
         return softcap(scores, self.config.logit_softcap)
+
+    def tokens(self, index: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Ids, in the target's vocabulary, of places in the base logits."""
+        return index if self.draft_tokens is None else self.draft_tokens[...][index]
 
     def confidence(
         self, prev: Int[Array, "*rows"], hidden: Float[Array, "*rows D"]
@@ -108,16 +124,16 @@ def first_order(config: DrafterConfig) -> bool:
 def _build_head(
     config: DrafterConfig, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> MarkovHead | RecurrentHead | DominoHead | None:
-    width, vocab_size = config.geometry.width, config.vocab_size
+    width, vocab_size, drafted = config.geometry.width, config.vocab_size, config.draft_vocab_size
     match config.head:
         case None:
             return None
         case Markov():
-            return MarkovHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return MarkovHead(config.head, width, vocab_size, dtype, drafted, rngs=rngs)
         case Recurrent():
-            return RecurrentHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return RecurrentHead(config.head, width, vocab_size, dtype, drafted, rngs=rngs)
         case Domino():
-            return DominoHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return DominoHead(config.head, width, drafted or vocab_size, dtype, rngs=rngs)
 
 
 class Drafter(nnx.Module):
@@ -158,3 +174,15 @@ class Drafter(nnx.Module):
         rows = positions[..., None] + jnp.arange(c.num_inputs)
         out = self.backbone(x, context, first, valid, rows, start)
         return out if c.predict_from_anchor else out[..., 1:, :]
+
+
+def rebuilt(drafter: Drafter, config: DrafterConfig) -> Drafter:
+    """A drafter of another config: convolutions as they start, every other parameter kept."""
+    dtype = drafter.backbone.fc.weight[...].dtype
+    fresh = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))()
+    known = dict(nnx.to_flat_state(nnx.state(drafter)))
+    merged = [
+        (path, variable if "attention_conv" in path or "mlp_conv" in path else known[path])
+        for path, variable in nnx.to_flat_state(nnx.state(fresh))
+    ]
+    return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))

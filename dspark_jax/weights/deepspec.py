@@ -54,12 +54,8 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(
             f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
         )
-    rank, confident = required(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
-    if rank < 0:
-        raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
     if "sliding_attention" in (hf.get("layer_types") or ()):
         raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
-    with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
     is_gemma = architecture == "Gemma4DSparkModel"
     geometry = (_gemma_geometry if is_gemma else _geometry)(hf)
     return DrafterConfig(
@@ -70,14 +66,18 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         target_layer_ids=_taps(hf),
         mask_token=required(hf, "mask_token_id"),
         predict_from_anchor=True,
-        head=_head(hf, rank),
-        confidence=Confidence(with_markov=with_markov) if confident else None,
+        head=markov_head(hf),
+        confidence=confidence(hf),
         embedding_scale=geometry.width**0.5 if is_gemma else None,
         logit_softcap=(hf.get("final_logit_softcapping") or None) if is_gemma else None,
     )
 
 
-def _head(hf: Mapping[str, Any], rank: int) -> Markov | Recurrent | None:
+def markov_head(hf: Mapping[str, Any]) -> Markov | Recurrent | None:
+    """The correction head that rank and type describe; rank 0 = none."""
+    rank = required(hf, "markov_rank")
+    if rank < 0:
+        raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
     if not rank:
         return None
     match hf.get("markov_head_type", "vanilla"):
@@ -89,6 +89,13 @@ def _head(hf: Mapping[str, Any], rank: int) -> Markov | Recurrent | None:
             raise CheckpointError(
                 f"markov_head_type = {other!r}: supported are vanilla, gated, rnn"
             )
+
+
+def confidence(hf: Mapping[str, Any]) -> Confidence | None:
+    """The confidence head, which sees a Markov row only where there is one."""
+    if not hf.get("enable_confidence_head"):
+        return None
+    return Confidence(with_markov=bool(hf.get("confidence_head_with_markov") and hf["markov_rank"]))
 
 
 def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
@@ -206,6 +213,7 @@ def _objections(c: DrafterConfig) -> list[str]:
         "windows": (),
         "causal": (),
         "candidates": 0,
+        "draft_vocab_size": 0,
         "embedding_scale": None,
         "logit_multiplier": 1.0,
         "logit_softcap": None,

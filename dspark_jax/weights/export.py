@@ -17,7 +17,7 @@ from safetensors.flax import save_file
 
 from dspark_jax.config import DrafterConfig, Geometry, Rotary
 from dspark_jax.nn.drafter import Drafter
-from dspark_jax.weights.tensors import CheckpointError, paths
+from dspark_jax.weights.tensors import CheckpointError, paths, typed
 
 
 def refuse(kind: str, reasons: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ def _rope(rotary: Rotary) -> dict[str, Any]:
 
 def tensors_of(drafter: Drafter, names: Callable[[str], str], dtype: DTypeLike) -> dict[str, Array]:
     """Parameters by published name; fixed factors on taps are folded into the projection."""
-    tensors = {names(path): jnp.asarray(value, dtype) for path, value in paths(drafter).items()}
+    tensors = {names(path): typed(value, dtype) for path, value in paths(drafter).items()}
     scales = drafter.config.feature_scales
     if scales:
         columns = jnp.repeat(jnp.asarray(scales), drafter.config.geometry.width)
@@ -108,7 +108,7 @@ def write(folder: Path, fields: Mapping[str, Any], tensors: dict[str, Array], ca
     if (folder / "config.json").exists():
         raise CheckpointError(f"{folder} already holds a config.json: give another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(jax.device_get(tensors), folder / "model.safetensors")
+    save_file(jax.device_get(tensors), folder / "model.safetensors", {"format": "pt"})
     text = json.dumps(dict(fields), indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 Module = TypeVar("Module", bound=nnx.Module)
+_FLOATS = ("float32", "bfloat16", "float16", "float64")  # anything else is quantised
 Names = Callable[[str], str | Sequence[str]]  # our path -> their name, or the names it stacks
 
 
@@ -72,6 +73,12 @@ def read_file(path: Path) -> dict[str, jax.Array]:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 
 
+def typed(value: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """Floats in the dtype asked for, ids as they are."""
+    value = jnp.asarray(value)
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+
 def paths(module: nnx.Module) -> dict[str, jax.Array]:
     """Parameters of a module by dotted path."""
     flat = nnx.to_flat_state(nnx.state(module))
@@ -95,10 +102,10 @@ def fill(
       ignored: published names that may be present and are not used.
 
     Raises:
-      CheckpointError: tensors missing, unclaimed or misshapen, all listed at once.
+      CheckpointError: tensors missing, unclaimed or of a wrong shape or dtype, all listed at once.
     """
     graphdef, abstract = nnx.split(nnx.eval_shape(build))
-    missing, misshapen, claimed, filled = [], [], set(ignored), []
+    missing, wrong, claimed, filled = [], [], set(ignored), []
     for path, variable in nnx.to_flat_state(abstract):
         wanted = names(".".join(map(str, path)))
         parts = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -112,14 +119,17 @@ def fill(
             else np.stack([np.asarray(tensors[name]) for name in parts])
         )
         if value.shape != variable.shape:
-            misshapen.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")
-        filled.append((path, variable.replace(jnp.asarray(value, dtype))))
+            wrong.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")
+        is_float = jnp.issubdtype(variable.dtype, jnp.floating)
+        if str(value.dtype) not in _FLOATS and is_float:
+            wrong.append(f"{parts[0]} holds {value.dtype}, expected one of {', '.join(_FLOATS)}")
+        filled.append((path, variable.replace(jnp.asarray(value, dtype if is_float else None))))
     complaints = [
         f"{what}: {', '.join(sorted(names)[:12])}"
         for what, names in (
             ("missing tensors", missing),
             ("unclaimed tensors", set(tensors) - claimed),
-            ("misshapen tensors", misshapen),
+            ("wrong tensors", wrong),
         )
         if names
     ]

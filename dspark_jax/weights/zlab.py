@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from dspark_jax.config import Convolution, DrafterConfig, Markov, TargetConfig
-from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.drafter import Drafter, rebuilt
 from dspark_jax.weights import export
 from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json, required
@@ -40,7 +39,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
             f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
         )
     fields = _merged(hf)
-    windows = _windows(hf)
+    sizes = windows(hf)
     is_second = architecture == "DFlash2DraftModel"
     rank = required(fields, "selector_rank") if is_second else 0
     return DrafterConfig(
@@ -55,9 +54,9 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         embedding_scale=fields.get("input_embedding_scale"),
         logit_multiplier=float(fields.get("output_multiplier") or 1.0),
         logit_softcap=fields.get("final_logit_softcapping") or None,
-        convolution=_convolution(fields) if is_second else None,
-        windows=windows if any(windows) else (),
-        causal=_causal(fields, windows),
+        convolution=convolution(fields) if is_second else None,
+        windows=sizes if any(sizes) else (),
+        causal=_causal(fields, sizes),
         candidates=required(fields, "selector_top_k") if is_second else 0,
     )
 
@@ -70,7 +69,7 @@ def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**hf, **nested}
 
 
-def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
     layers = required(hf, "num_hidden_layers")
     kinds = hf.get("layer_types") or ["full_attention"] * layers
@@ -96,7 +95,8 @@ def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple
     return layers if any(layers) else ()
 
 
-def _convolution(fields: Mapping[str, Any]) -> Convolution:
+def convolution(fields: Mapping[str, Any]) -> Convolution:
+    """DFlash-2's local convolutions."""
     return Convolution(
         kernel_size=required(fields, "conv_kernel_size"),
         group_size=required(fields, "conv_group_size"),
@@ -144,13 +144,7 @@ def write(
         "input_embedding_scale": c.embedding_scale,
     }
     nested |= {name: value for name, value in said.items() if value is not None}
-    if is_second:
-        nested |= {
-            "selector_rank": c.head.rank,
-            "selector_top_k": c.candidates or _TOP_K,
-            "conv_kernel_size": c.convolution.kernel_size,
-            "conv_group_size": c.convolution.group_size,
-        }
+    nested |= selector_fields(c) if is_second else {}
     fields = {
         "architectures": [ARCHITECTURES[is_second]],
         **export.backbone_fields(c, target.max_length, dtype),
@@ -162,18 +156,25 @@ def write(
     export.write(folder, fields, export.tensors_of(drafter, name, dtype), card)
 
 
+def selector_fields(c: DrafterConfig) -> dict[str, int]:
+    """Fields of a Selector and its convolutions."""
+    return {
+        "selector_rank": c.head.rank,
+        "selector_top_k": c.candidates or _TOP_K,
+        "conv_kernel_size": c.convolution.kernel_size,
+        "conv_group_size": c.convolution.group_size,
+    }
+
+
 def with_convolutions(drafter: Drafter) -> Drafter:
     """The same drafter with identity convolutions where it has none."""
     if drafter.config.convolution is not None:
         return drafter
     width = drafter.config.geometry.width
     group = next(size for size in (16, 8, 4, 2, 1) if width % size == 0)
-    config = dataclasses.replace(drafter.config, convolution=Convolution(group_size=group))
-    dtype = drafter.backbone.fc.weight[...].dtype
-    fresh = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))()
-    known = dict(nnx.to_flat_state(nnx.state(drafter)))
-    merged = [(p, known.get(p, v)) for p, v in nnx.to_flat_state(nnx.state(fresh))]
-    return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))
+    return rebuilt(
+        drafter, dataclasses.replace(drafter.config, convolution=Convolution(group_size=group))
+    )
 
 
 def _objections(c: DrafterConfig) -> list[str]:
@@ -185,6 +186,8 @@ def _objections(c: DrafterConfig) -> list[str]:
         reasons.append(f"head = {c.head}: H h has no bias, so only a linear gate is a Selector")
     if c.confidence is not None:
         reasons.append(f"confidence = {c.confidence}")
+    if c.draft_vocab_size:
+        reasons.append(f"draft_vocab_size = {c.draft_vocab_size}: it drafts all tokens")
     if c.head is None and c.convolution is not None:
         reasons.append("convolutions without a Selector")
     if len(set(c.windows) - {None}) > 1:
