@@ -8,7 +8,7 @@ import tyro
 
 from dspark_jax.config import Options
 from dspark_jax.nn.selector import TopK
-from dspark_jax.weights.load import Format
+from dspark_jax.weights.formats import Format
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -19,6 +19,7 @@ class Models:
 
     target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
     drafter: str = "bundled"  # bundled, none, or a folder
+    format: Format | None = None  # of the drafter's folder; by default its content decides
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and caches
     mesh: str | None = None  # devices to split over, as in data=2,tensor=4
     candidates: int | None = None  # walk over this many best tokens a position; 0 = the vocabulary
@@ -119,6 +120,7 @@ class Convert:
     source: tyro.conf.Positional[str]  # a drafter's folder, or bundled
     folder: tyro.conf.Positional[Path]  # where to; must not hold a checkpoint
     to: Format  # the format to write
+    format: Format | None = None  # of the source; by default its content decides
     target: str = "smollm2"  # what the drafter was made for
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the tensors
 
@@ -128,3 +130,4 @@ class Inspect:
     """Say what a drafter's folder holds."""
 
     folder: tyro.conf.Positional[str]  # a drafter's folder, or bundled
+    format: Format | None = None  # of the folder; by default its content decides

@@ -164,10 +164,13 @@ def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, ind
     """One request for the next answer of a conversation."""
     if options.raw and options.system is not None:
         raise ValueError("system and raw are both set: a raw text has no system message")
+    if options.raw and options.thinking is not None:
+        raise ValueError("thinking and raw are both set: a raw text has no chat template")
     if options.raw:
         tokens = tokenizer.encode_document("".join(message["content"] for message in said))
     else:
-        tokens = tokenizer.render(said)
+        names = {} if options.thinking is None else {"enable_thinking": options.thinking}
+        tokens = tokenizer.render(said, **names)
     return Request(
         tokens=tuple(tokens),
         max_new_tokens=options.max_new_tokens,

@@ -56,7 +56,7 @@ def propose(
       keys: randomness of each position.
       cut: which candidates.
     """
-    vocabulary = lent.head.shape[0]
+    vocabulary = (base if heads.draft_tokens is None else lent.head.T).shape[-1]
     across = _position_first(base), _position_first(hidden), keys.T
     if not cut.count:
         state, transition = heads.transition(

@@ -5,12 +5,13 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.base import Transition
-from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent
+from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent, TargetConfig
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
 from dspark_jax.nn.domino import DominoHead
@@ -186,3 +187,39 @@ def rebuilt(drafter: Drafter, config: DrafterConfig) -> Drafter:
         for path, variable in nnx.to_flat_state(nnx.state(fresh))
     ]
     return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))
+
+
+def check_pair(drafter: Drafter, theirs: TargetConfig) -> None:
+    """Refuses a drafter made for another target.
+
+    Raises:
+      ValueError: names what does not fit.
+    """
+    ours = drafter.config
+    if ours.geometry.width != theirs.geometry.width:
+        raise ValueError(
+            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: this "
+            "drafter was made for another target; give one made for it, or none"
+        )
+    if ours.vocab_size < theirs.vocab_size:
+        raise ValueError(
+            f"drafter vocab_size = {ours.vocab_size} is smaller than the target's "
+            f"{theirs.vocab_size}"
+        )
+    wrong = [i for i in ours.target_layer_ids if not -1 <= i < theirs.num_layers]
+    if wrong:
+        raise ValueError(
+            f"drafter target_layer_ids {wrong} are outside the target's -1..{theirs.num_layers - 1}"
+        )
+    if not 0 <= ours.mask_token < theirs.vocab_size:
+        raise ValueError(
+            f"drafter mask_token = {ours.mask_token} is outside the target's vocabulary "
+            f"0..{theirs.vocab_size - 1}"
+        )
+    if ours.draft_vocab_size:
+        tokens = np.asarray(drafter.heads.draft_tokens[...])
+        if tokens[0] < 0 or tokens[-1] >= theirs.vocab_size or np.any(np.diff(tokens) <= 0):
+            raise ValueError(
+                f"draft tokens {tokens[0]}..{tokens[-1]} must ascend within the target's "
+                f"0..{theirs.vocab_size - 1}"
+            )

@@ -1,5 +1,6 @@
 """A training session as users start it: models and data from a config, progress, export."""
 
+import functools
 import logging
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.train import data, initial, loop, sources
 from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
+from dspark_jax.weights.card import Card, Mode, front_matter
 from dspark_jax.weights.load import LoadedTarget, load_target
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ def train(config: TrainConfig) -> Path:
     _check_mask_token(config, target)
     corpus = sources.read(
         Path(config.data),
-        target.tokenizer.assistant_mask,
+        _render(config, target),
         target.model.config.vocab_size,
         config.max_length,
         config.min_supervised,
@@ -83,6 +85,12 @@ def resolve(
     return initial.drafter_config(config.drafter, target.config, scales)
 
 
+def _render(config: TrainConfig, target: LoadedTarget) -> data.Render:
+    """The chat template, in the mode that the card will name."""
+    names = {} if config.thinking is None else {"enable_thinking": config.thinking}
+    return functools.partial(target.tokenizer.assistant_mask, **names)
+
+
 def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
     """The mask token must be a row no text uses: never the end of a turn or padding."""
     mask, tokenizer = config.drafter.mask_token, target.tokenizer
@@ -102,7 +110,13 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
     head = "none" if c.head is None else str(c.head)
     samples = len(corpus.conversations)
     supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
-    return f"""# Drafter for {config.target}
+    known = Card(
+        target=config.target,
+        mode=Mode(thinking=config.thinking),
+        data=f"{samples} conversations, {supervised} tokens of the target's own answers",
+        budget=f"{config.steps} steps of {config.batch_size} x {config.num_anchors} anchors",
+    )
+    return f"""{front_matter(known)}# Drafter for {config.target}
 
 | | |
 |---|---|
@@ -110,8 +124,9 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
 | backbone | {c.num_layers} layers, width {c.geometry.width}, taps {list(c.target_layer_ids)} |
 | block | {c.block_size} tokens, predicts from the anchor: {c.predict_from_anchor} |
 | head | {head} |
-| data | {samples} conversations, {supervised} tokens of the target's own answers |
-| budget | {config.steps} steps of {config.batch_size} x {config.num_anchors} anchors |
+| data | {known.data} |
+| budget | {known.budget} |
+| mode | {known.mode} |
 
 Output is the target's own whatever the drafter: it decides speed, never content.
 """

@@ -39,8 +39,15 @@ def unlike_qwen3(config: DrafterConfig) -> list[str]:
         norm_eps=g.norm_eps,
         qk_norm=True,
     )
-    fields = [f.name for f in dataclasses.fields(g) if getattr(g, f.name) != getattr(plain, f.name)]
-    return [f"geometry.{name} = {getattr(g, name)}" for name in fields]
+    return differences(g, plain)
+
+
+def differences(ours: Geometry, plain: Geometry) -> list[str]:
+    """Fields of a geometry that a family's plain one has otherwise; interleaved rotary too."""
+    names = [f.name for f in dataclasses.fields(ours)]
+    unlike = [name for name in names if getattr(ours, name) != getattr(plain, name)]
+    reasons = [f"geometry.{name} = {getattr(ours, name)}" for name in unlike]
+    return reasons + (["geometry.rotary.interleaved = True"] if ours.rotary.interleaved else [])
 
 
 def backbone_fields(config: DrafterConfig, max_length: int, dtype: DTypeLike) -> dict[str, Any]:
@@ -78,6 +85,8 @@ def _rope(rotary: Rotary) -> dict[str, Any]:
         fields["partial_rotary_factor"] = rotary.partial
     if rotary.scaling == "none":
         return fields
+    if rotary.scaling == "proportional":
+        return fields | {"rope_type": "proportional"}
     fields |= {"rope_type": rotary.scaling, "factor": rotary.factor}
     if rotary.scaling in ("llama3", "yarn"):
         fields["original_max_position_embeddings"] = rotary.original_length

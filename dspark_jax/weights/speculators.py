@@ -18,7 +18,16 @@ from dspark_jax.config import Domino, DrafterConfig, Markov, TargetConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights import deepspec, export, zlab
 from dspark_jax.weights.targets import qwen3_geometry
-from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json, required
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    fill,
+    part,
+    read_folder,
+    read_json,
+    required,
+    whole,
+    wholes,
+)
 
 KINDS = ("dflash", "dspark", "dflash2")
 _VERSION = "0.9.0"  # of the library whose fields these are
@@ -34,45 +43,40 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(
             f"speculators_model_type = {kind!r}: supported are {', '.join(KINDS)}"
         )
-    layer = required(hf, "transformer_layer_config")
+    layer = part(hf, "transformer_layer_config")
     if layer.get("model_type") != "qwen3":
         raise CheckpointError(
             f"transformer_layer_config.model_type = {layer.get('model_type')!r}: supported is qwen3"
         )
-    width, other = required(layer, "hidden_size"), hf.get("target_hidden_size")
+    width, other = whole(layer, "hidden_size"), hf.get("target_hidden_size")
     if other not in (None, width):
         raise CheckpointError(f"target_hidden_size = {other}, hidden_size = {width}: must agree")
-    vocabulary, drafted = required(layer, "vocab_size"), required(hf, "draft_vocab_size")
-    if not 0 < drafted <= vocabulary:
+    vocabulary, drafted = whole(layer, "vocab_size"), whole(hf, "draft_vocab_size")
+    if drafted > vocabulary:
         raise CheckpointError(f"draft_vocab_size = {drafted}: must be within 1..{vocabulary}")
     windows, from_anchor = zlab.windows(layer), _from_anchor(hf, kind)
     if kind == "dflash2" and drafted != vocabulary:
         raise CheckpointError(f"draft_vocab_size = {drafted}: dflash2 drafts all {vocabulary}")
     is_causal = not hf.get("sliding_window_non_causal", kind == "dflash2")
     causal = tuple(is_causal and window is not None for window in windows)
-    markov = hf if kind == "dspark" else {"markov_rank": 0}
-    selector = {}
-    if kind == "dflash2":
-        selector = {
-            "convolution": zlab.convolution(hf),
-            "candidates": required(hf, "selector_top_k"),
-            "head": Markov(rank=required(hf, "selector_rank"), gate="linear"),
-        }
-    return DrafterConfig(**{
-        "geometry": qwen3_geometry(layer),
-        "vocab_size": vocabulary,
-        "num_layers": required(layer, "num_hidden_layers"),
-        "block_size": required(hf, "block_size") - (not from_anchor),
-        "target_layer_ids": tuple(i - 1 for i in required(hf, "aux_hidden_state_layer_ids")),
-        "mask_token": required(hf, "mask_token_id"),
-        "predict_from_anchor": from_anchor,
-        "head": deepspec.markov_head(markov),
-        "confidence": deepspec.confidence(markov),
-        "windows": windows if any(windows) else (),
-        "causal": causal if any(causal) else (),
-        "draft_vocab_size": drafted if drafted < vocabulary else 0,
-        **selector,
-    })  # fmt: skip
+    has_markov, is_selector = kind == "dspark", kind == "dflash2"
+    selector = Markov(rank=whole(hf, "selector_rank"), gate="linear") if is_selector else None
+    return DrafterConfig(
+        geometry=qwen3_geometry(layer),
+        vocab_size=vocabulary,
+        num_layers=whole(layer, "num_hidden_layers"),
+        block_size=whole(hf, "block_size", 1 if from_anchor else 2) - (not from_anchor),
+        target_layer_ids=tuple(i - 1 for i in wholes(hf, "aux_hidden_state_layer_ids")),
+        mask_token=whole(hf, "mask_token_id", 0),
+        predict_from_anchor=from_anchor,
+        head=deepspec.markov_head(hf) if has_markov else selector,
+        confidence=deepspec.confidence(hf) if has_markov else None,
+        convolution=zlab.convolution(hf) if is_selector else None,
+        windows=windows if any(windows) else (),
+        causal=causal if any(causal) else (),
+        candidates=whole(hf, "selector_top_k") if is_selector else 0,
+        draft_vocab_size=drafted if drafted < vocabulary else 0,
+    )
 
 
 def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:
@@ -81,8 +85,8 @@ def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:
     dflash and dflash2 were always anchor and masks before the field came; dspark's default is one
     thing in the library and another in engines, so that nothing may be assumed.
     """
-    rows, said = required(hf, "block_size"), hf.get("sample_from_anchor")
-    methods = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    rows, said = whole(hf, "block_size"), hf.get("sample_from_anchor")
+    methods = part(hf, "speculators_config").get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
     meanings = (
         f"True: {rows} rows draft {rows} tokens, the anchor's included; "

@@ -17,9 +17,12 @@ from dspark_jax.weights import gemma4, gguf
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
+    number,
+    part,
     read_folder,
     read_json,
     required,
+    whole,
 )
 
 FAMILIES = (
@@ -117,7 +120,8 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
     full, sliding = rotaries(hf)
     width = required(hf, "hidden_size")
     if family == "gemma4_text":
-        geometry, full_geometry = gemma4.geometries(hf, full)
+        full_geometry = gemma4.full_geometry(hf, full)
+        geometry = gemma4.sliding_geometry(hf, full_geometry)
     else:
         geometry, full_geometry = _geometry(hf, family, full), None
     return TargetConfig(
@@ -185,26 +189,30 @@ def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
 
 def qwen3_geometry(hf: Mapping[str, Any]) -> Geometry:
     """The layer every Qwen3-shaped drafter has; each field must be written out."""
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
+    if hf.get("attention_bias"):
+        raise CheckpointError("attention_bias = true: drafters' projections have no biases")
     return Geometry(
-        width=required(hf, "hidden_size"),
-        mlp_width=required(hf, "intermediate_size"),
-        heads=required(hf, "num_attention_heads"),
-        kv_heads=required(hf, "num_key_value_heads"),
-        head_dim=required(hf, "head_dim"),
+        width=whole(hf, "hidden_size"),
+        mlp_width=whole(hf, "intermediate_size"),
+        heads=whole(hf, "num_attention_heads"),
+        kv_heads=whole(hf, "num_key_value_heads"),
+        head_dim=whole(hf, "head_dim"),
         rotary=rotaries(hf)[0],
-        norm_eps=required(hf, "rms_norm_eps"),
+        norm_eps=number(hf, "rms_norm_eps"),
         qk_norm=True,
     )
 
 
 def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
     """Rotary of full and of sliding layers, from nested `rope_parameters` or the flat fields."""
-    nested = hf.get("rope_parameters") or {}
+    nested = part(hf, "rope_parameters")
     if "full_attention" in nested:
         full = rotary(nested["full_attention"], hf)
         sliding = nested.get("sliding_attention")
         return full, None if sliding is None else rotary(sliding, hf)
-    legacy = hf.get("rope_scaling") or {}
+    legacy = part(hf, "rope_scaling")
     full = rotary({**legacy, "rope_theta": hf.get("rope_theta"), **nested}, hf)
     local = hf.get("rope_local_base_freq")
     return full, None if local is None else Rotary(theta=float(local))
@@ -212,9 +220,9 @@ def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
 
 def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     """One rotary embedding from Hugging Face's fields; theta must be given."""
-    theta = fields.get("rope_theta")
-    if theta is None:
+    if fields.get("rope_theta") is None:
         raise CheckpointError("config.json gives no rope_theta, flat or in rope_parameters")
+    theta = number(fields, "rope_theta")
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _ROTARY_NAMES:
         raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
@@ -222,14 +230,14 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     if fields.get("rope_interleave") or hf.get("rope_interleave"):
         raise CheckpointError("rope_interleave = true: supported is the half-split layout")
     if kind in ("default", "proportional"):
-        return Rotary(theta=float(theta), scaling=_ROTARY_NAMES[kind], partial=float(partial))
+        return Rotary(theta=theta, scaling=_ROTARY_NAMES[kind], partial=float(partial))
     if kind == "yarn" and fields.get("truncate") is False:
         raise CheckpointError("rope truncate = false: only yarn with truncation is supported")
     if fields.get("factor") is None:
         raise CheckpointError(f"rope_type = {kind!r} needs a `factor`, config.json gives none")
-    factor = float(fields["factor"])
+    factor = number(fields, "factor")
     return Rotary(
-        theta=float(theta),
+        theta=theta,
         scaling=_ROTARY_NAMES[kind],
         factor=factor,
         original_length=fields.get("original_max_position_embeddings")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 Module = TypeVar("Module", bound=nnx.Module)
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # anything else is quantised
+_STORED = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")  # can be read
 Names = Callable[[str], str | Sequence[str]]  # our path -> their name, or the names it stacks
 
 
@@ -27,7 +28,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
@@ -39,6 +40,46 @@ def required(fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
         raise CheckpointError(f"config.json has no `{name}`: save it with every field written out")
     return fields[name]
+
+
+def whole(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """A whole number that config.json must give."""
+    value = required(fields, name)
+    if type(value) is not int or value < least:
+        raise CheckpointError(f"{name} = {value!r}: must be a whole number, at least {least}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str) -> float:
+    """A number that config.json must give."""
+    value = required(fields, name)
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{name} = {value!r}: must be a number")
+    return float(value)
+
+
+def wholes(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A list of whole numbers that config.json must give."""
+    value = required(fields, name)
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise CheckpointError(f"{name} = {value!r}: must be a list of whole numbers")
+    return tuple(value)
+
+
+def architecture(fields: Mapping[str, Any]) -> str | None:
+    """The first of `architectures`, None where there is none."""
+    names = fields.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
+        raise CheckpointError(f"architectures = {names!r}: must be a list of names")
+    return names[0] if names else None
+
+
+def part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object within config.json; empty if it is not there."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{name} = {value!r}: must be an object")
+    return value or {}
 
 
 def read_folder(folder: Path) -> dict[str, jax.Array]:
@@ -68,7 +109,12 @@ def read_file(path: Path) -> dict[str, jax.Array]:
         raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
     try:
         with safe_open(path, framework="flax") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+            odd = [f"{name} holds {kind}" for name, kind in dtypes.items() if kind not in _STORED]
+            if odd:
+                raise CheckpointError(f"{path}: {'; '.join(odd[:4])}: dequantise it first")
+            return {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 

@@ -33,7 +33,7 @@ def test_block_size_counts_their_anchor_and_the_selector_is_a_linear_gate(hf):
     ("changes", "complaint"),
     [
         ({"architectures": ["Other"]}, "architectures = 'Other'"),
-        ({"block_size": 9}, r"disagree about \['block_size'\]"),
+        ({"block_size": 9}, "disagree: block_size = 9 and 8"),
         ({"layer_types": ["sliding_attention", "other"]}, r"layer_types has \['other'\]"),
         ({"layer_types": ["sliding_attention"] * 2}, "no `sliding_window`"),
         (
