@@ -137,12 +137,10 @@ class Comparison:
 
     def say(self, name: str, found: dict, expected: dict) -> None:
         """Prints the largest error of each output."""
-        rows = [
-            goldens.same(key, found[key], value)
-            if key == "tokens"
-            else goldens.close(key, found[key], value)
-            for key, value in expected.items()
-        ]
+        rows = []
+        for key, value in expected.items():
+            check = goldens.same if key == "tokens" else goldens.close
+            rows.append(check(key, found[key], value))
         self.failed += not all(row.passed for row in rows)
         errors = "  ".join(f"{row.name} {row.error:.1e}" for row in rows)
         print(f"{'pass' if all(row.passed for row in rows) else 'FAIL'}  {name:<52} {errors}")
