@@ -16,7 +16,7 @@ from dspark_jax.train import data, initial, loop, sources
 from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
 from dspark_jax.weights.card import Card, Mode, front_matter
-from dspark_jax.weights.load import LoadedTarget, load_target
+from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target
 
 log = logging.getLogger(__name__)
 _SCALE_ROWS, _SCALE_TOKENS = 8, 128  # conversations and tokens over which taps are measured
@@ -72,7 +72,7 @@ def resolve(
     if config.drafter.scale_features and before is not None:
         scales = tuple(before["drafter"]["feature_scales"])
     elif config.drafter.start not in ("random", "target_last"):
-        scales = native.load(Path(config.drafter.start)).config.feature_scales
+        scales = load_drafter(config.drafter.start).config.feature_scales
     elif config.drafter.scale_features:
         long = np.flatnonzero(data.lengths(corpus.conversations) >= _SCALE_TOKENS)[:_SCALE_ROWS]
         if not long.size:
@@ -85,7 +85,7 @@ def resolve(
     return initial.drafter_config(config.drafter, target.config, scales)
 
 
-def _render(config: TrainConfig, target: LoadedTarget) -> data.Render:
+def _render(config: TrainConfig, target: LoadedTarget) -> sources.Render:
     """The chat template, in the mode that the card will name."""
     names = {} if config.thinking is None else {"enable_thinking": config.thinking}
     return functools.partial(target.tokenizer.assistant_mask, **names)

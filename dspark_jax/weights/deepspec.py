@@ -22,7 +22,8 @@ from dspark_jax.config import (
 )
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights import export, gemma4
-from dspark_jax.weights.targets import qwen3_geometry, rotaries
+from dspark_jax.weights.rotary import rotaries
+from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import (
     CheckpointError,
     architecture,

@@ -39,7 +39,10 @@ def unlike_qwen3(config: DrafterConfig) -> list[str]:
         norm_eps=g.norm_eps,
         qk_norm=True,
     )
-    return differences(g, plain)
+    reasons = differences(g, plain)
+    if g.rotary.partial != 1 and g.rotary.scaling != "proportional":
+        reasons.append(f"geometry.rotary.partial = {g.rotary.partial}: Qwen3 turns whole heads")
+    return reasons
 
 
 def differences(ours: Geometry, plain: Geometry) -> list[str]:
@@ -81,7 +84,7 @@ def backbone_fields(config: DrafterConfig, max_length: int, dtype: DTypeLike) ->
 
 def _rope(rotary: Rotary) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": rotary.theta, "rope_type": "default"}
-    if rotary.partial != 1:
+    if rotary.partial != 1:  # proportional
         fields["partial_rotary_factor"] = rotary.partial
     if rotary.scaling == "none":
         return fields

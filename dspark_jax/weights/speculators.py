@@ -4,6 +4,7 @@ Tensors are named as DeepSpec and z-lab name them. A reduced draft vocabulary br
 head, `t2d` (which tokens of the target it holds) and `d2t` (offsets: id = place + d2t[place]).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from dspark_jax.config import Domino, DrafterConfig, Markov, TargetConfig
+from dspark_jax.config import Domino, DrafterConfig, TargetConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights import deepspec, export, zlab
 from dspark_jax.weights.targets import qwen3_geometry
@@ -43,6 +44,33 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         raise CheckpointError(
             f"speculators_model_type = {kind!r}: supported are {', '.join(KINDS)}"
         )
+    layer, from_anchor = _layer(hf), _from_anchor(hf, kind)
+    vocabulary, drafted = whole(layer, "vocab_size"), whole(hf, "draft_vocab_size")
+    if drafted > vocabulary or (kind == "dflash2" and drafted < vocabulary):
+        raise CheckpointError(
+            f"draft_vocab_size = {drafted}: {kind} drafts at most the target's {vocabulary} tokens"
+            + (", and no fewer" if kind == "dflash2" else "")
+        )
+    windows = zlab.windows(layer)
+    is_causal = not hf.get("sliding_window_non_causal", kind == "dflash2")
+    causal = tuple(is_causal and window is not None for window in windows)
+    config = DrafterConfig(
+        geometry=qwen3_geometry(layer),
+        vocab_size=vocabulary,
+        num_layers=whole(layer, "num_hidden_layers"),
+        block_size=whole(hf, "block_size", 1 if from_anchor else 2) - (not from_anchor),
+        target_layer_ids=tuple(i - 1 for i in wholes(hf, "aux_hidden_state_layer_ids")),
+        mask_token=whole(hf, "mask_token_id", 0),
+        predict_from_anchor=from_anchor,
+        windows=windows if any(windows) else (),
+        causal=causal if any(causal) else (),
+        draft_vocab_size=drafted if drafted < vocabulary else 0,
+    )
+    return dataclasses.replace(config, **_head(hf, kind))
+
+
+def _layer(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested config of the backbone."""
     layer = part(hf, "transformer_layer_config")
     if layer.get("model_type") != "qwen3":
         raise CheckpointError(
@@ -51,32 +79,14 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     width, other = whole(layer, "hidden_size"), hf.get("target_hidden_size")
     if other not in (None, width):
         raise CheckpointError(f"target_hidden_size = {other}, hidden_size = {width}: must agree")
-    vocabulary, drafted = whole(layer, "vocab_size"), whole(hf, "draft_vocab_size")
-    if drafted > vocabulary:
-        raise CheckpointError(f"draft_vocab_size = {drafted}: must be within 1..{vocabulary}")
-    windows, from_anchor = zlab.windows(layer), _from_anchor(hf, kind)
-    if kind == "dflash2" and drafted != vocabulary:
-        raise CheckpointError(f"draft_vocab_size = {drafted}: dflash2 drafts all {vocabulary}")
-    is_causal = not hf.get("sliding_window_non_causal", kind == "dflash2")
-    causal = tuple(is_causal and window is not None for window in windows)
-    has_markov, is_selector = kind == "dspark", kind == "dflash2"
-    selector = Markov(rank=whole(hf, "selector_rank"), gate="linear") if is_selector else None
-    return DrafterConfig(
-        geometry=qwen3_geometry(layer),
-        vocab_size=vocabulary,
-        num_layers=whole(layer, "num_hidden_layers"),
-        block_size=whole(hf, "block_size", 1 if from_anchor else 2) - (not from_anchor),
-        target_layer_ids=tuple(i - 1 for i in wholes(hf, "aux_hidden_state_layer_ids")),
-        mask_token=whole(hf, "mask_token_id", 0),
-        predict_from_anchor=from_anchor,
-        head=deepspec.markov_head(hf) if has_markov else selector,
-        confidence=deepspec.confidence(hf) if has_markov else None,
-        convolution=zlab.convolution(hf) if is_selector else None,
-        windows=windows if any(windows) else (),
-        causal=causal if any(causal) else (),
-        candidates=whole(hf, "selector_top_k") if is_selector else 0,
-        draft_vocab_size=drafted if drafted < vocabulary else 0,
-    )
+    return layer
+
+
+def _head(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Fields of a drafter's config that its kind adds."""
+    if kind == "dspark":
+        return {"head": deepspec.markov_head(hf), "confidence": deepspec.confidence(hf)}
+    return {} if kind == "dflash" else zlab.selector(hf)
 
 
 def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:

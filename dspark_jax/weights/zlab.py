@@ -57,13 +57,8 @@ def drafter_config(hf: Mapping[str, Any], is_second: bool | None = None) -> Draf
         raise CheckpointError(
             f"a DFlash checkpoint with {', '.join(second)}: these are {ARCHITECTURES[1]}'s"
         )
-    head = Markov(rank=whole(fields, "selector_rank"), gate="linear") if is_second else None
-    return dataclasses.replace(
-        backbone_config(hf, fields),
-        head=head,
-        convolution=convolution(fields) if is_second else None,
-        candidates=whole(fields, "selector_top_k") if is_second else 0,
-    )
+    backbone = backbone_config(hf, fields)
+    return dataclasses.replace(backbone, **selector(fields)) if is_second else backbone
 
 
 def backbone_config(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> DrafterConfig:
@@ -119,12 +114,16 @@ def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple
     return layers if any(layers) else ()
 
 
-def convolution(fields: Mapping[str, Any]) -> Convolution:
-    """DFlash-2's local convolutions."""
-    return Convolution(
-        kernel_size=whole(fields, "conv_kernel_size"),
-        group_size=whole(fields, "conv_group_size"),
-    )
+def selector(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlash-2's part of a drafter's config: the Selector and its local convolutions."""
+    return {
+        "head": Markov(rank=whole(fields, "selector_rank"), gate="linear"),
+        "candidates": whole(fields, "selector_top_k"),
+        "convolution": Convolution(
+            kernel_size=whole(fields, "conv_kernel_size"),
+            group_size=whole(fields, "conv_group_size"),
+        ),
+    }
 
 
 def name(path: str) -> str:

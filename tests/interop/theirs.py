@@ -126,6 +126,7 @@ def open_speculator(folder: Path) -> nn.Module:
         folder, config=config, dtype=torch.float32, output_loading_info=True
     )
     assert not said["missing_keys"] and not said["unexpected_keys"], said
+    model.load_verifier_weights()  # which from_pretrained leaves out when asked for the keys
     return model.eval()
 
 

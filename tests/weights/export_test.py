@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from dspark_jax.config import Confidence, Convolution, Domino, Markov, Recurrent, Rotary
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights import deepspec, formats, gemma4, specforge, speculators, targets, zlab
+from dspark_jax.weights.rotary import rotaries
 from dspark_jax.weights.tensors import CheckpointError
 
 from ..conftest import DRAFTER, TARGET
@@ -127,9 +128,7 @@ def test_domino_s_head_is_named_as_specforge_names_it(tmp_path):
 
 def gemma() -> Drafter:
     """Five layers of Gemma4's full-attention geometry."""
-    geometry = dataclasses.replace(
-        gemma4.full_geometry(GEMMA, targets.rotaries(GEMMA)[0]), mlp_width=8
-    )
+    geometry = dataclasses.replace(gemma4.full_geometry(GEMMA, rotaries(GEMMA)[0]), mlp_width=8)
     scale = geometry.width**0.5
     return drafter_of(
         geometry=geometry,

@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from dspark_jax.config import Convolution, Markov
+from dspark_jax.config import Convolution, Markov, Rotary
 from dspark_jax.decode.draft import proposer
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.weights import zlab
 from dspark_jax.weights.tensors import CheckpointError
+
+from ..conftest import TARGET
+from .conftest import PLAIN, drafter_of
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -67,3 +71,36 @@ def test_sliding_layers_are_causal_unless_the_checkpoint_says_otherwise(said, wi
     mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     config = zlab.drafter_config({**plain, **mixed, **said})
     assert (config.windows, config.causal) == (windows, causal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary"),
+    [
+        ({"rope_theta": 1e7}, Rotary(theta=1e7)),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}, Rotary(theta=1e7)),
+        ({"rope_theta": 1e7, "rope_scaling": None}, Rotary(theta=1e7)),
+        (
+            {"rope_theta": 1e7, "rope_scaling": {"type": "linear", "factor": 2}},
+            Rotary(theta=1e7, scaling="linear", factor=2.0),
+        ),
+        ({"rope_theta": 1e7, "rope_scaling": {"type": "spiral", "factor": 2}}, "'spiral'"),
+        ({}, "no rope_theta"),
+        ({"rope_theta": 1e7, "partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+    ],
+)
+def test_a_rotary_base_is_found_wherever_it_stands(hf, changes, rotary):
+    """T11-T13: flat, nested or legacy; nothing is assumed, and whole heads turn."""
+    changed = {name: value for name, value in hf.items() if name != "rope_parameters"} | changes
+    if isinstance(rotary, str):
+        with pytest.raises(CheckpointError, match=rotary):
+            zlab.drafter_config(changed)
+    else:
+        assert zlab.drafter_config(changed).geometry.rotary == rotary
+
+
+def test_fc_is_as_wide_as_the_taps_not_as_the_layers_are_many(tmp_path):
+    """K03: one layer, three taps."""
+    drafter = drafter_of(num_layers=1, target_layer_ids=(0, 1, 3), **PLAIN)
+    zlab.write(tmp_path, drafter, TARGET, jnp.float32)
+    read = zlab.read(tmp_path)
+    assert read.config == drafter.config and read.backbone.fc.weight[...].shape == (32, 96)
