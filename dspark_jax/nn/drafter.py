@@ -3,7 +3,6 @@
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,6 +13,7 @@ from dspark_jax.base import Transition
 from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent, TargetConfig
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
+from dspark_jax.nn.conv import GroupedConvolution
 from dspark_jax.nn.domino import DominoHead
 from dspark_jax.nn.layers import accumulator, normal, project, softcap
 from dspark_jax.nn.markov import MarkovHead, RecurrentHead
@@ -179,14 +179,18 @@ class Drafter(nnx.Module):
 
 def rebuilt(drafter: Drafter, config: DrafterConfig) -> Drafter:
     """A drafter of another config: convolutions as they start, every other parameter kept."""
-    dtype = drafter.backbone.fc.weight[...].dtype
-    fresh = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))()
-    known = dict(nnx.to_flat_state(nnx.state(drafter)))
-    merged = [
-        (path, variable if "attention_conv" in path or "mlp_conv" in path else known[path])
-        for path, variable in nnx.to_flat_state(nnx.state(fresh))
-    ]
-    return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))
+    dtype, width = drafter.backbone.fc.weight[...].dtype, config.geometry.width
+    shapes = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
+    known, begun = dict(nnx.to_flat_state(nnx.state(drafter))), {}
+    if config.convolution is not None:
+        identity = GroupedConvolution(config.convolution, width, dtype, rngs=nnx.Rngs(0))
+        begun = dict(nnx.to_flat_state(nnx.state(identity)))
+    merged = []
+    for path, variable in nnx.to_flat_state(nnx.state(shapes)):
+        is_new = "attention_conv" in path or "mlp_conv" in path
+        kept = begun[path[4:]] if is_new else known[path]  # behind backbone, layers, number, name
+        merged.append((path, variable.replace(kept[...])))  # no two share a variable
+    return nnx.merge(nnx.graphdef(shapes), nnx.from_flat_state(merged))
 
 
 def check_pair(drafter: Drafter, theirs: TargetConfig) -> None:

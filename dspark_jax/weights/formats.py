@@ -2,6 +2,13 @@
 
 The content decides, unless the caller does. Two layouts of a block are in use and most files do
 not name theirs: where architecture and fields do not settle it, nothing is guessed.
+
+    format           a block of B rows                    layer id of the output of layer i
+    native           predict_from_anchor says             i (-1 = embeddings)
+    deepspec         predicts from the anchor: B tokens   i (-1 = embeddings)
+    dflash, dflash2  anchor and masks: B - 1 tokens       i
+    speculators      sample_from_anchor: B, else B - 1    i + 1 (0 = embeddings)
+    domino           shift_label: B, else B - 1           i
 """
 
 from collections.abc import Mapping
@@ -105,12 +112,12 @@ def write(
     kind: Format,
     drafter: Drafter,
     target: TargetConfig,
-    lent: Lent,
+    lent: Lent | None,
     dtype: DTypeLike,
     card: str,
     target_name: str = "target",
 ) -> None:
-    """Writes a drafter; some formats store parts of its target, or its name.
+    """Writes a drafter; DeepSpec's format also holds what the target lends, others do not.
 
     Raises:
       CheckpointError: the format cannot hold the drafter, with every reason.

@@ -12,7 +12,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from dspark_jax.config import Confidence, Convolution, Domino, Markov, Recurrent, Rotary
+from dspark_jax.config import (
+    Confidence,
+    Convolution,
+    Domino,
+    Markov,
+    Recurrent,
+    Rotary,
+    TargetConfig,
+)
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.weights import deepspec, formats, gemma4, specforge, speculators, targets, zlab
 from dspark_jax.weights.rotary import rotaries
@@ -22,13 +30,13 @@ from ..conftest import DRAFTER, TARGET
 from .conftest import PLAIN, drafter_of, theirs_of
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-THEIRS = {"num_layers": 8, "max_length": 256}
+THEIRS = dataclasses.replace(TARGET, num_layers=8, max_length=256)
 INTERLEAVED = Rotary(theta=1e4, interleaved=True)
 
 
-def again(folder: Path, out: Path) -> None:
+def again(folder: Path, out: Path, target: TargetConfig = THEIRS) -> None:
     """Reads and writes a drafter in its own format."""
-    target, kind = dataclasses.replace(TARGET, **THEIRS), formats.format_of(folder)
+    kind = formats.format_of(folder)
     drafter, lent = formats.read(folder, kind)
     formats.write(out, kind, drafter, target, lent, jnp.float32, "card")
 
@@ -109,7 +117,7 @@ def test_domino_through_its_format_is_itself(is_shifted, tmp_path):
     known = dict(nnx.to_flat_state(nnx.state(read)))
     for path, variable in nnx.to_flat_state(nnx.state(drafter)):
         np.testing.assert_array_equal(known[path][...], variable[...])
-    again(first, second)
+    again(first, second, TARGET)
     assert_same_tensors(first, second)
     assert theirs_of(first) == theirs_of(second)
 

@@ -1,10 +1,14 @@
 """z-lab's DFlash and DFlash-2: what their fields mean, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from dspark_jax.config import Convolution, Markov, Rotary
 from dspark_jax.decode.draft import proposer
@@ -104,3 +108,13 @@ def test_fc_is_as_wide_as_the_taps_not_as_the_layers_are_many(tmp_path):
     zlab.write(tmp_path, drafter, TARGET, jnp.float32)
     read = zlab.read(tmp_path)
     assert read.config == drafter.config and read.backbone.fc.weight[...].shape == (32, 96)
+
+
+def test_codebooks_may_be_named_as_embeddings_are(tmp_path):
+    """K13: with `.weight`, as one of their classes saves them, or without."""
+    folder = shutil.copytree(GOLDENS / "dflash2_qwen3", tmp_path / "drafter")
+    plain = zlab.read(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"{n}.weight" if n.endswith("_codebook") else n: x for n, x in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    chex.assert_trees_all_equal(nnx.state(zlab.read(folder)), nnx.state(plain))
