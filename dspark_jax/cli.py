@@ -133,7 +133,7 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     return target, speculative, plain
 
 
-def _check_mode(models: Models, options: Options) -> None:
+def check_mode(models: Models, options: Options) -> None:
     """Warns when prompts are rendered otherwise than the drafter's training data."""
     if models.drafter == "none":
         return
@@ -148,7 +148,7 @@ def run_generate(args: Generate) -> None:
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, speculative, plain = _engines(args.models, args.compare)
-    _check_mode(args.models, options)
+    check_mode(args.models, options)
     has_heading = len(prompts) > 1 or len(prompts[0].turns) > 1
     is_streamed = not args.json and not args.compare and args.batch_size == 1
     if is_streamed:
@@ -230,7 +230,7 @@ def run_evaluate(args: Evaluate) -> None:
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, one, _ = _engines(args.models, with_plain=False)
-    _check_mode(args.models, args.options)
+    check_mode(args.models, args.options)
     log.info("prompts are rendered with %s", card.mode_of(args.options))
     everything, rows = [], []
     for spec, prompts in sets:

@@ -56,7 +56,8 @@ def training(
     kept = np.asarray(valid)
     yield same("eval_mask", blocks.counted, expected["eval_mask"].astype(bool))
     yield same("target_ids", blocks.labels[kept], expected["target_ids"][kept])
-    hidden, aligned = jax.jit(step.predictions)(drafter, known, blocks, batch.tokens)
+    run = jax.jit(step.predictions, static_argnums=4)
+    hidden, aligned = run(drafter, known, blocks, batch.tokens, blocks.anchors.shape[1])
     logits = jnp.stack([
         draft_logits(drafter.heads, known.lent, *row)[1]
         for row in zip(hidden, blocks.prevs, strict=True)

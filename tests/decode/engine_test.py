@@ -285,7 +285,7 @@ def test_chunks_fill_a_bucket(knowing, chunk, bucket):
     ("change", "message"),
     [
         ({"geometry": dataclasses.replace(GEOMETRY, width=16)}, "width = 16, target width = 32"),
-        ({"vocab_size": 96}, "vocab_size = 96 is smaller than the target's 97"),
+        ({"vocab_size": 96, "mask_token": 0}, "vocab_size = 96 is smaller than the target's 97"),
         ({"target_layer_ids": (0, 4)}, r"\[4\] are outside the target's -1..3"),
         ({"mask_token": 97, "vocab_size": 98}, "mask_token = 97 is outside"),
     ],

@@ -200,7 +200,8 @@ def runner(shape, name, walk):
     """Draft and, along it, corrected logits by the definition; compiled once a shape and head."""
     rows, size, vocabulary, rank, count = shape
     head = HEADS[name] and dataclasses.replace(HEADS[name], rank=rank)
-    config = dataclasses.replace(DRAFTER, vocab_size=vocabulary, head=head, confidence=None)
+    change = {"vocab_size": vocabulary, "mask_token": 0, "head": head, "confidence": None}
+    config = dataclasses.replace(DRAFTER, **change)
     cut = Candidates(count=count, walk=walk)
     graphdef, shapes = nnx.split(
         nnx.eval_shape(lambda: Heads(config, jnp.float32, rngs=nnx.Rngs(0)))

@@ -124,15 +124,15 @@ def test_a_drafter_for_qwen3_4b_is_read_placed_and_written(tmp_path):
     geometry = Geometry(2560, 9728, 32, 8, 128, Rotary(1e6))
     target = TargetConfig("qwen3", 151936, 36, geometry, 40960, tied=True)
     check_pair(drafter, target)
-    mesh = make_mesh("data=2,tensor=4")
+    mesh = make_mesh("data=2,fsdp=2,tensor=2")
     graphdef, params = nnx.split(drafter)
     del drafter
     drafter = nnx.merge(graphdef, place(params, mesh))
     del params
     tables = place({"embed_tokens": lent.embedding, "lm_head": lent.head}, mesh)
     query = drafter.backbone.layers[0].self_attn.q_proj.weight[...]
-    assert query.shape == (4096, 2560) and query.addressable_shards[0].data.shape[0] == 1024
-    assert tables["lm_head"].addressable_shards[0].data.shape[0] == 151936 // 4
+    assert query.shape == (4096, 2560) and query.addressable_shards[0].data.shape == (2048, 1280)
+    assert tables["lm_head"].addressable_shards[0].data.shape == (75968, 1280)
     lent = Lent(embedding=tables["embed_tokens"], head=tables["lm_head"])
     deepspec.write(out, drafter, lent, target, jnp.bfloat16)
     assert deepspec.drafter_config(json.loads((out / "config.json").read_text())) == drafter.config
