@@ -10,7 +10,7 @@ from dspark_jax.config import Options, TrainConfig
 from dspark_jax.nn.selector import TopK
 from dspark_jax.prepare.endpoint import Server
 from dspark_jax.prepare.session import Settings
-from dspark_jax.weights.load import Format
+from dspark_jax.weights.formats import Format
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -21,6 +21,7 @@ class Models:
 
     target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
     drafter: str = "bundled"  # bundled, none, or a folder
+    format: Format | None = None  # of the drafter's folder; by default its content decides
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and caches
     mesh: str | None = None  # devices to split over, as in data=2,tensor=4
     candidates: int | None = None  # walk over this many best tokens a position; 0 = the vocabulary
@@ -172,6 +173,7 @@ class Convert:
     source: tyro.conf.Positional[str]  # a drafter's folder, or bundled
     folder: tyro.conf.Positional[Path]  # where to; must not hold a checkpoint
     to: Format  # the format to write
+    format: Format | None = None  # of the source; by default its content decides
     target: str = "smollm2"  # what the drafter was made for
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the tensors
 
@@ -181,3 +183,4 @@ class Inspect:
     """Say what a drafter's folder holds."""
 
     folder: tyro.conf.Positional[str]  # a drafter's folder, or bundled
+    format: Format | None = None  # of the folder; by default its content decides

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from dspark_jax.nn.drafter import Drafter, Heads, Lent
 from dspark_jax.nn.target import Target
+from dspark_jax.weights.tensors import typed
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -63,14 +64,20 @@ def make_case(target: Target, drafter: Drafter, rows: int = 8, length: int = 24)
 def cast(module: Module, dtype: DTypeLike) -> Module:
     """The same parameters in another precision."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(x, dtype), state))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: typed(x, dtype), state))
 
 
 def narrow(heads: Heads, lent: Lent, count: int) -> tuple[Heads, Lent]:
-    """The first rows of every table over the vocabulary: the same formula, fewer tokens."""
-    heads = nnx.clone(heads)
-    for name in ("w1", "w2"):
-        if hasattr(heads.head, name):
-            table = getattr(heads.head, name)
+    """The first rows of every table over the vocabulary: the same formula, fewer tokens.
+
+    Of a reduced draft vocabulary only what is drafted gets fewer.
+    """
+    heads, is_reduced = nnx.clone(heads), heads.draft_tokens is not None
+    tables = [getattr(heads.head, "w2", None), heads.lm_head, heads.draft_tokens]
+    tables += [] if is_reduced else [getattr(heads.head, "w1", None)]
+    for table in tables:
+        if table is not None:
             table.set_value(table[...][:count])
-    return heads, Lent(embedding=lent.embedding[:count], head=lent.head[:count])
+    return heads, lent if is_reduced else Lent(
+        embedding=lent.embedding[:count], head=lent.head[:count]
+    )

@@ -45,15 +45,16 @@ from dspark_jax.evaluate import summarise
 from dspark_jax.prepare.session import Subject, prepare
 from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import make_mesh
+from dspark_jax.weights import card
+from dspark_jax.weights.formats import format_of
 from dspark_jax.weights.load import (
-    BUNDLED,
     LoadedTarget,
     convert,
+    drafter_folder,
     load_drafter,
     load_target,
     load_text,
 )
-from dspark_jax.weights.load import format_of as drafter_format
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     if with_plain and models.drafter == "none":
         raise ValueError("--compare with --drafter none: there is nothing to compare; name one")
     target = load_target(models.target, dtype)
-    drafter = load_drafter(models.drafter, target.model, dtype)
+    drafter = load_drafter(models.drafter, target.model, dtype, models.format)
     stops = target.tokenizer.stop_tokens
     count = models.candidates
     if count is None:
@@ -153,12 +154,22 @@ def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, En
     return target, speculative, plain
 
 
+def check_mode(models: Models, options: Options) -> None:
+    """Warns when prompts are rendered otherwise than the drafter's training data."""
+    if models.drafter == "none":
+        return
+    said = card.warning(card.read(drafter_folder(models.drafter)), options)
+    if said is not None:
+        log.warning("%s", said)
+
+
 def run_generate(args: Generate) -> None:
     """`dspark generate`."""
     prompts, options = _prompts(args), args.options
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, speculative, plain = _engines(args.models, args.compare)
+    check_mode(args.models, options)
     has_heading = len(prompts) > 1 or len(prompts[0].turns) > 1
     is_streamed = not args.json and not args.compare and args.batch_size == 1
     if is_streamed:
@@ -240,6 +251,8 @@ def run_evaluate(args: Evaluate) -> None:
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, one, _ = _engines(args.models, with_plain=False)
+    check_mode(args.models, args.options)
+    log.info("prompts are rendered with %s", card.mode_of(args.options))
     everything, rows = [], []
     for spec, prompts in sets:
         if args.first_turn:
@@ -384,20 +397,14 @@ def run_bench_candidates(args: BenchCandidates) -> None:
 
 def run_convert(args: Convert) -> None:
     """`dspark convert`."""
-    source = _folder(args.source)
-    card = source / "README.md"
-    said = card.read_text(encoding="utf-8") if card.exists() else f"# Drafter for {args.target}\n"
-    origin = f"\nWritten as {args.to} from {source.name} ({drafter_format(source)}).\n"
-    target = load_target(args.target).model
-    convert(source, args.folder, args.to, target, jnp.dtype(args.dtype), said + origin)
+    target, dtype = load_target(args.target), jnp.dtype(args.dtype)
+    convert(args.source, args.folder, args.to, target, dtype, args.format)
     report.out.print(f"{args.folder}: {args.to}, {args.dtype}", highlight=False)
 
 
 def run_inspect(args: Inspect) -> None:
     """`dspark inspect`."""
-    folder = _folder(args.folder)
-    report.print_drafter(drafter_format(folder), load_drafter(str(folder)), folder / "README.md")
-
-
-def _folder(name: str) -> Path:
-    return BUNDLED if name == "bundled" else Path(name).expanduser()
+    folder = drafter_folder(args.folder)
+    kind = args.format or format_of(folder)
+    drafter = load_drafter(args.folder, format=kind)
+    report.print_drafter(kind, drafter, card.read(folder))

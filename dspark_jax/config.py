@@ -162,8 +162,25 @@ class DrafterConfig:
     windows: tuple[int | None, ...] = ()  # sliding window a layer, None = full; () = all full
     causal: tuple[bool, ...] = ()  # layers whose block rows see no later row; () = none
     candidates: int = 0  # C it is walked over unless told otherwise; 0 = the vocabulary
+    draft_vocab_size: int = 0  # tokens it can draft, through an lm head of its own; 0 = all
 
     def __post_init__(self):
+        for field, least in (("num_layers", 1), ("block_size", 1), ("draft_vocab_size", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be at least {least}")
+        taps = self.target_layer_ids
+        if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
+            raise ValueError(
+                f"target_layer_ids = {list(taps)}: must increase strictly, from -1 (embeddings) on"
+            )
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"mask_token = {self.mask_token}: outside the vocabulary, 0..{self.vocab_size - 1}"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size = {self.draft_vocab_size}: the vocabulary has {self.vocab_size}"
+            )
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows = {self.windows}: a row sees itself, so at least 1")
         for field in ("windows", "causal"):
@@ -177,6 +194,11 @@ class DrafterConfig:
     def num_inputs(self) -> int:
         """Rows a block feeds to the backbone."""
         return self.block_size if self.predict_from_anchor else self.block_size + 1
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that can be drafted."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def feature_width(self) -> int:
@@ -194,6 +216,7 @@ class Options:
     top_p: float = 1.0  # then keep the smallest most-likely set of this mass, 1 = all
     seed: int = 0  # prompt i uses seed + i
     system: str | None = None  # system message, the template's own by default
+    thinking: bool | None = None  # the template's enable_thinking, its default by default
     raw: bool = False  # continue the text itself, without the chat template
 
 
@@ -273,6 +296,7 @@ class TrainConfig:
     data: str  # conversations answered by the target: a folder of shards, or JSON lines
     workdir: str  # checkpoints, metrics and the resolved config go here
     target: str = "smollm2"  # name or folder
+    thinking: bool | None = None  # the template's enable_thinking, its default by default
     drafter: DrafterRecipe = DrafterRecipe()  # what to train
     losses: Losses = Losses()  # what to minimise
     optimizer: Optimizer = Optimizer()  # how

@@ -110,13 +110,14 @@ def _drafts(drafter, lent, context, tokens, anchors, cuts):
 
 
 def _among(drafter, first, hidden, base, truth, cut: Candidates):
+    heads = drafter.heads
     if not cut.count:
-        return jnp.ones_like(truth, bool)
+        return jnp.isin(truth, heads.tokens(jnp.arange(base.shape[-1])))
     ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
     if cut.widen:
-        head = drafter.heads.head
-        ids, _ = selector.widened(head, first, ids, hidden, base.shape[-1], cut.widen)
-    return jnp.any(ids == truth[..., None], -1)
+        given = heads.head, first, ids, hidden, base.shape[-1], cut.widen
+        ids, _ = selector.widened(*given, heads.tokens(ids))
+    return jnp.any(heads.tokens(ids) == truth[..., None], -1)
 
 
 def _count(tokens: Sequence[int], start: int, drafts: np.ndarray, among: np.ndarray) -> Replay:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from flax import nnx
@@ -23,6 +22,7 @@ from dspark_jax.goldens import Difference
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.replay import Replay
 from dspark_jax.train.budget import Budget
+from dspark_jax.weights.card import Card
 
 out, err = Console(soft_wrap=True), Console(stderr=True)
 
@@ -286,14 +286,14 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def print_drafter(kind: str, drafter: Drafter, card: Path) -> None:
-    """What a drafter is, field by field, and what its card says of accepted lengths."""
+def print_drafter(kind: str, drafter: Drafter, card: Card | None) -> None:
+    """What a drafter is, field by field, and what its card says."""
     c, g = drafter.config, drafter.config.geometry
     layout = "anchor + masks, slot k predicts behind it" if c.predict_from_anchor else (
         "anchor + masks, row i predicts its own position"
     )  # fmt: skip
     sizes = [value.size for value in jax.tree.leaves(nnx.state(drafter))]
-    table = Table(show_header=False)
+    reduced = f"{c.draft_vocab_size} of {c.vocab_size}" if c.draft_vocab_size else c.vocab_size
     rows = {
         "format": kind,
         "layout": layout,
@@ -308,12 +308,27 @@ def print_drafter(kind: str, drafter: Drafter, card: Path) -> None:
         "head": c.head or "none (DFlash)",
         "candidates": c.candidates or "the vocabulary",
         "confidence head": c.confidence or "none",
-        "vocabulary": c.vocab_size,
+        "vocabulary": reduced,
         "parameters": f"{sum(sizes):,}",
+        **_card_rows(card),
     }
-    said = card.read_text(encoding="utf-8").splitlines() if card.exists() else []
-    measured = [line.strip("| ") for line in said if "accepted length" in line.lower()]
-    rows["card"] = "; ".join(measured) or "says no accepted length"
+    table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, str(value))
     out.print(table)
+
+
+def _card_rows(card: Card | None) -> dict[str, str]:
+    if card is None:
+        return {"card": "no metadata: target, mode and expected accepted length are not known"}
+    length = "not measured"
+    if card.accepted_length is not None:
+        length = f"{card.accepted_length} over {card.measured_on or 'unnamed prompts'}"
+        length += f" ({card.counted})"
+    return {
+        "target": card.target,
+        "trained mode": str(card.mode or "not known"),
+        "expected accepted length": length,
+        "data": card.data or "not said",
+        "budget": card.budget or "not said",
+    }

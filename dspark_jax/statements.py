@@ -17,7 +17,7 @@ from dspark_jax.case import Case, narrow
 from dspark_jax.config import Convolution, DrafterConfig, Markov
 from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.nn import selector
-from dspark_jax.nn.drafter import Drafter, Heads, Lent, first_order
+from dspark_jax.nn.drafter import Heads, Lent, first_order, rebuilt
 from dspark_jax.sampling import Sampling, draw, law
 from dspark_jax.train.losses import draft_logits
 
@@ -59,7 +59,8 @@ def loop(
     prev, tokens, logits = anchors, [], []
     for k in range(base.shape[1]):
         state, bias = transition(state, prev, hidden[:, k])
-        prev, corrected = choose(base[:, k] + bias, keys[:, k])
+        index, corrected = choose(base[:, k] + bias, keys[:, k])
+        prev = heads.tokens(index)
         tokens.append(prev)
         logits.append(corrected)
     return jnp.stack(tokens, 1), jnp.stack(logits, 1)
@@ -78,11 +79,16 @@ def _best(base: Array) -> Int[Array, "B K C"]:
     return selector.top_candidates(base, min(_FEW, base.shape[-1]))
 
 
+def _drafted(heads: Heads, base: Array, laws: Array) -> Float[Array, "B K V"]:
+    """Laws over the target's vocabulary, of the tokens that base logits are of."""
+    return laws[..., heads.tokens(jnp.arange(base.shape[-1]))]
+
+
 def pairs_are_the_head(case: Case):
     """The table of candidate pairs against the head's bias over the whole vocabulary."""
     heads, _, anchors, hidden, base = _parts(case)
     ids = _best(base)
-    prev = selector.predecessors(anchors, ids)
+    prev = selector.predecessors(anchors, heads.tokens(ids))
     rows = jnp.broadcast_to(hidden[:, :, None], (*prev.shape, hidden.shape[-1]))
     _, transition = heads.transition(prev.size, slice(base.shape[-1]))
     _, bias = transition((), prev.reshape(-1), rows.reshape(prev.size, -1))
@@ -90,18 +96,19 @@ def pairs_are_the_head(case: Case):
     at = jnp.broadcast_to(ids[:, :, None], (*prev.shape, ids.shape[-1]))
     theirs = jnp.take_along_axis(bias, at, -1)
     unary = jnp.take_along_axis(base, ids, -1)[:, :, None]
-    return unary + selector.pair_scores(heads.head, anchors, ids, hidden), unary + theirs
+    ours = selector.pair_scores(heads.head, anchors, ids, hidden, heads.tokens(ids))
+    return unary + ours, unary + theirs
 
 
 def vmaps_are_an_einsum(case: Case):
     """The four vmaps of `pair_bias` against one contraction."""
     heads, _, anchors, hidden, base = _parts(case)
     ids, head = _best(base), heads.head
-    prev = selector.predecessors(anchors, ids)
+    prev = selector.predecessors(anchors, heads.tokens(ids))
     rows = head.rows(prev)
     gates = jnp.broadcast_to(head.gate(prev, hidden[..., None, :]), rows.shape)
     table = jnp.einsum("bkpr,bkpr,bknr->bkpn", rows, gates, head.w2[...][ids])
-    return selector.pair_scores(head, anchors, ids, hidden), table
+    return selector.pair_scores(head, anchors, ids, hidden, heads.tokens(ids)), table
 
 
 def all_candidates_are_the_vocabulary(case: Case):
@@ -124,7 +131,7 @@ def candidates_are_a_mask(case: Case):
     draft = propose(heads, lent, anchors, hidden, base, _greedy, case.keys, cut)
     tokens, logits = loop(heads, lent, anchors, hidden, masked, _greedy, case.keys)
     at = jnp.take_along_axis
-    return (draft.tokens, at(draft.probs, ids, -1)), (tokens, at(logits, ids, -1))
+    return (draft.tokens, at(draft.probs, heads.tokens(ids), -1)), (tokens, at(logits, ids, -1))
 
 
 def walks_agree(case: Case):
@@ -144,11 +151,11 @@ def _table_loop(case: Case, heads: Heads, anchors, hidden, base, choose) -> Int[
     logits = jnp.take_along_axis(base, ids, -1)
     scores = jnp.zeros((*ids.shape, ids.shape[-1]))
     if heads.head is not None:
-        scores = selector.pair_scores(heads.head, anchors, ids, hidden)
+        scores = selector.pair_scores(heads.head, anchors, ids, hidden, heads.tokens(ids))
     rows, index, tokens = jnp.arange(len(anchors)), jnp.zeros_like(anchors), []
     for k in range(ids.shape[1]):
         index, _ = choose(logits[:, k] + scores[rows, k, index], case.keys[:, k])
-        tokens.append(ids[rows, k, index])
+        tokens.append(heads.tokens(ids[rows, k, index]))
     return jnp.stack(tokens, 1)
 
 
@@ -158,7 +165,8 @@ def following_is_walking(case: Case):
     whole = Candidates()
     draft = propose(heads, lent, anchors, hidden, base, _sampled, case.keys, whole)
     prevs = jnp.concatenate([anchors[:, None], draft.tokens[:, :-1]], 1)
-    return draft.probs, draft_logits(heads, lent, hidden, prevs, slice(base.shape[-1]))[1]
+    logits = draft_logits(heads, lent, hidden, prevs, slice(base.shape[-1]))[1]
+    return _drafted(heads, base, draft.probs), logits
 
 
 def identity_convolutions_are_none(case: Case):
@@ -168,19 +176,7 @@ def identity_convolutions_are_none(case: Case):
         config, convolution=config.convolution or Convolution(group_size=1)
     )
     without = dataclasses.replace(config, convolution=None)
-    return tuple(case.hidden(_with_parameters(c, case.drafter)) for c in (with_conv, without))
-
-
-def _with_parameters(config: DrafterConfig, drafter: Drafter) -> Drafter:
-    """A drafter of another config: the parameters both have, initial convolutions."""
-    fresh = Drafter(config, rngs=nnx.Rngs(0), dtype=drafter.backbone.fc.weight[...].dtype)
-    graphdef, state = nnx.split(fresh)
-    known = dict(nnx.to_flat_state(nnx.state(drafter)))
-    merged = [
-        (path, variable if "attention_conv" in path or "mlp_conv" in path else known[path])
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(merged))
+    return tuple(case.hidden(rebuilt(case.drafter, c)) for c in (with_conv, without))
 
 
 def a_zero_head_is_dflash(case: Case):
@@ -190,7 +186,8 @@ def a_zero_head_is_dflash(case: Case):
     if heads.head is not None:
         heads.head.w2.set_value(jnp.zeros_like(heads.head.w2[...]))
     draft = propose(heads, lent, anchors, hidden, base, _greedy, case.keys, Candidates())
-    return (draft.tokens, draft.probs), (jnp.argmax(base, -1).astype(jnp.int32), base)
+    best = heads.tokens(jnp.argmax(base, -1).astype(jnp.int32))
+    return (draft.tokens, _drafted(heads, base, draft.probs)), (best, base)
 
 
 def conversions_round_trip(case: Case):
@@ -208,6 +205,10 @@ def conversions_round_trip(case: Case):
 
 def _gate(*names: str) -> Callable[[DrafterConfig], bool]:
     return lambda c: isinstance(c.head, Markov) and c.head.gate in names
+
+
+def _is_selector(config: DrafterConfig) -> bool:
+    return _gate("linear")(config) and not config.draft_vocab_size
 
 
 def _always(config: DrafterConfig) -> bool:
@@ -254,5 +255,5 @@ STATEMENTS = (
         _always,
         a_zero_head_is_dflash,
     ),
-    Statement("Markov -> Selector -> Markov", _gate("linear"), conversions_round_trip),
+    Statement("Markov -> Selector -> Markov", _is_selector, conversions_round_trip),
 )

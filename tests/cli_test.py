@@ -14,10 +14,12 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models
 
 from dspark_jax import cli
-from dspark_jax.config import Confidence, DrafterConfig, Markov
+from dspark_jax.arguments import Models
+from dspark_jax.config import Confidence, DrafterConfig, Markov, Options
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.shards import Shards
-from dspark_jax.weights import native, targets
+from dspark_jax.weights import card, native, targets
+from dspark_jax.weights.card import Card, Mode
 from dspark_jax.weights.load import load_target, load_text
 
 GOLDEN = Path(__file__).parent / "goldens" / "target_qwen3"
@@ -338,3 +340,31 @@ def test_a_drafter_is_converted_and_inspected(target_folder, drafter_folder, tmp
         cli.main(["convert", str(there), str(tmp_path / "x"), "--to", "dflash2", *target])
     assert stopped.value.code == 2
     assert "predict_from_anchor = True" in capsys.readouterr().err
+
+
+@pytest.fixture
+def carded(drafter_folder, tmp_path):
+    """The drafter with a card that says in which mode it was trained."""
+    folder = shutil.copytree(drafter_folder, tmp_path / "carded")
+    known = Card(
+        target="org/target", mode=Mode(thinking=False), accepted_length=2.5, measured_on="GSM8K"
+    )
+    (folder / "README.md").write_text(card.front_matter(known) + "# Mine\n")
+    return folder
+
+
+def test_inspect_prints_the_trained_mode_and_what_to_expect(carded, drafter_folder, capsys):
+    """U04: the accepted length comes from the card, and so does what it counts."""
+    cli.main(["inspect", str(carded)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "thinking off" in out and "2.5 over GSM8K" in out and "the bonus counts" in out
+    cli.main(["inspect", str(drafter_folder), "--format", "native"])
+    assert "no metadata" in capsys.readouterr().out
+
+
+def test_prompts_in_another_mode_are_warned_of(carded, capsys, caplog):
+    """U03: the output stays the same, so that only a word can tell."""
+    for thinking, said in ((False, 0), (True, 1), (None, 1)):
+        caplog.clear()
+        cli.check_mode(Models(drafter=str(carded)), Options(thinking=thinking))
+        assert sum("was trained with" in record.message for record in caplog.records) == said

@@ -166,16 +166,16 @@ def opening(prompt: Prompt, options: Options) -> Iterator[Message]:
     yield from prompt.messages
 
 
-def request(
-    tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int, **variables: Any
-) -> Request:
-    """One request for the next answer of a conversation; `variables` are for the template."""
+def request(tokenizer: Tokenizer, said: Sequence[Message], options: Options, index: int) -> Request:
+    """One request for the next answer of a conversation."""
     if options.raw and options.system is not None:
         raise ValueError("system and raw are both set: a raw text has no system message")
+    if options.raw and options.thinking is not None:
+        raise ValueError("thinking and raw are both set: a raw text has no chat template")
     if options.raw:
         tokens = tokenizer.encode_document("".join(message["content"] for message in said))
     else:
-        tokens = tokenizer.render(said, **variables)
+        tokens = tokenizer.render(said, **tokenizer.mode(options.thinking))
     return Request(
         tokens=tuple(tokens),
         max_new_tokens=options.max_new_tokens,

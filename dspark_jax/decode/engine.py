@@ -18,7 +18,7 @@ from dspark_jax.decode import generate
 from dspark_jax.decode.draft import proposer
 from dspark_jax.decode.generate import Models, ModelTarget, Progress, Requests
 from dspark_jax.decode.propose import Candidates
-from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.drafter import Drafter, check_pair
 from dspark_jax.nn.target import Target
 from dspark_jax.sampling import GREEDY_BELOW, Sampling, request_key
 from dspark_jax.sharding import place, place_rows
@@ -258,7 +258,7 @@ def engine(
       ValueError: the drafter does not fit the target.
     """
     if drafter is not None:
-        check_pair(target, drafter)
+        check_pair(drafter, target.config)
     functions, params = proposer(drafter, candidates, block_size)
     graphdef, target_params = nnx.split(target)
     taps = () if drafter is None else drafter.config.target_layer_ids
@@ -273,28 +273,3 @@ def engine(
         mesh=mesh,
         **options,
     )
-
-
-def check_pair(target: Target, drafter: Drafter) -> None:
-    """Refuses a drafter made for another target."""
-    ours, theirs = drafter.config, target.config
-    if ours.geometry.width != theirs.geometry.width:
-        raise ValueError(
-            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: this "
-            "drafter was made for another target; give one made for it, or none"
-        )
-    if ours.vocab_size < theirs.vocab_size:
-        raise ValueError(
-            f"drafter vocab_size = {ours.vocab_size} is smaller than the target's "
-            f"{theirs.vocab_size}"
-        )
-    wrong = [i for i in ours.target_layer_ids if not -1 <= i < theirs.num_layers]
-    if wrong:
-        raise ValueError(
-            f"drafter target_layer_ids {wrong} are outside the target's -1..{theirs.num_layers - 1}"
-        )
-    if not 0 <= ours.mask_token < theirs.vocab_size:
-        raise ValueError(
-            f"drafter mask_token = {ours.mask_token} is outside the target's vocabulary "
-            f"0..{theirs.vocab_size - 1}"
-        )

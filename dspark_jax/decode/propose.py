@@ -51,49 +51,65 @@ def propose(
       lent: the target's embedding and lm head.
       anchors: the last committed tokens.
       hidden: final-normed hidden states.
-      base: base logits.
+      base: base logits, of the vocabulary or of the tokens the drafter can draft.
       choose: (logits, keys) -> index and law.
       keys: randomness of each position.
       cut: which candidates.
     """
+    vocabulary = (base if heads.draft_tokens is None else lent.head.T).shape[-1]
     across = _position_first(base), _position_first(hidden), keys.T
     if not cut.count:
         state, transition = heads.transition(
             anchors.shape[0], slice(base.shape[-1]), lent.embedding
         )
         steps = Steps(logits=across[0], hidden=across[1], keys=across[2])
-        tokens, laws = walk(transition, choose, state, anchors, steps)
-        return _draft(tokens, laws)
+        tokens, laws = walk(transition, _named(choose, heads), state, anchors, steps)
+        among = None if heads.draft_tokens is None else heads.draft_tokens[...]
+        return _draft(tokens, laws, among, vocabulary)
     ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
     if cut.widen and not isinstance(heads.head, MarkovHead):
         raise ValueError(
             f"widen = {cut.widen} needs a Markov head's transition bias, not {heads.config.head}"
         )
     if heads.head is None or isinstance(heads.head, MarkovHead):
-        return _walk_candidates(heads, anchors, hidden, base, ids, choose, across[2], cut)
+        index, laws, ids = _walk_table(heads, anchors, hidden, base, ids, choose, across[2], cut)
+        among = _position_first(heads.tokens(ids))
+        tokens = jnp.take_along_axis(among, index[..., None], -1)[..., 0]
+        return _draft(tokens, laws, among, vocabulary)
     logits = _position_first(jnp.take_along_axis(base, ids, -1))
     state, transition = heads.restricted_transition(anchors.shape[0], lent.embedding)
-    ids = _position_first(ids)
-    steps = Steps(logits=logits, hidden=(across[1], ids), keys=across[2], candidates=ids)
+    among = _position_first(heads.tokens(ids))
+    given = across[1], _position_first(ids)
+    steps = Steps(logits=logits, hidden=given, keys=across[2], candidates=among)
     tokens, laws = walk(transition, choose, state, anchors, steps)
-    return _draft(tokens, laws, ids, base.shape[-1])
+    return _draft(tokens, laws, among, vocabulary)
 
 
-def _walk_candidates(heads, anchors, hidden, base, ids, choose, keys, cut: Candidates) -> Draft:
-    """The table and the walk through it."""
+def _named(choose: Choose, heads: Heads) -> Choose:
+    """Chooses ids of the target, which heads look at, where logits are of fewer tokens."""
+    if heads.draft_tokens is None:
+        return choose
+
+    def chosen(logits, keys):
+        index, law = choose(logits, keys)
+        return heads.tokens(index), law
+
+    return chosen
+
+
+def _walk_table(heads, anchors, hidden, base, ids, choose, keys, cut: Candidates):
+    """Places among the candidates, their laws, and the candidates, widened if asked for."""
     is_new = jnp.ones_like(ids, bool)
     if cut.widen:
-        ids, is_new = selector.widened(heads.head, anchors, ids, hidden, base.shape[-1], cut.widen)
+        given = heads.head, anchors, ids, hidden, base.shape[-1], cut.widen
+        ids, is_new = selector.widened(*given, heads.tokens(ids))
     logits = jnp.where(is_new, jnp.take_along_axis(base, ids, -1), -jnp.inf)
     if heads.head is None:
         scores = jnp.zeros((*ids.shape, ids.shape[-1]))
     else:
-        scores = selector.pair_scores(heads.head, anchors, ids, hidden)
+        scores = selector.pair_scores(heads.head, anchors, ids, hidden, heads.tokens(ids))
     run = walk_table if cut.walk == "scan" else walk_table_associative
-    index, laws = run(choose, _position_first(logits), _position_first(scores), keys)
-    ids = _position_first(ids)
-    tokens = jnp.take_along_axis(ids, index[..., None], -1)[..., 0]
-    return _draft(tokens, laws, ids, base.shape[-1])
+    return *run(choose, _position_first(logits), _position_first(scores), keys), ids
 
 
 def _position_first(x: Array) -> Array:
@@ -103,12 +119,12 @@ def _position_first(x: Array) -> Array:
 def _draft(
     tokens: Int[Array, "K B"],
     laws: Float[Array, "K B C"] | None,
-    ids: Int[Array, "K B C"] | None = None,
-    vocabulary: int = 0,
+    among: Int[Array, "*K_B C"] | None,
+    vocabulary: int,
 ) -> Draft:
-    """Rows first again; laws over candidates are spread over the vocabulary, zero elsewhere."""
-    if laws is not None and ids is not None:
+    """Rows first again; laws over some tokens are spread over the vocabulary, zero elsewhere."""
+    if laws is not None and among is not None:
         positions, rows = jnp.indices(tokens.shape)
         empty = jnp.zeros((*tokens.shape, vocabulary), laws.dtype)
-        laws = empty.at[positions[..., None], rows[..., None], ids].add(laws)
+        laws = empty.at[positions[..., None], rows[..., None], among].add(laws)
     return Draft(tokens=tokens.T, probs=None if laws is None else _position_first(laws))

@@ -4,16 +4,18 @@ from typing import Any
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.base import Transition
-from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent
+from dspark_jax.config import Domino, DrafterConfig, Markov, Recurrent, TargetConfig
 from dspark_jax.nn.backbone import Backbone, Context
 from dspark_jax.nn.confidence import ConfidenceHead
+from dspark_jax.nn.conv import GroupedConvolution
 from dspark_jax.nn.domino import DominoHead
-from dspark_jax.nn.layers import accumulator, project, softcap
+from dspark_jax.nn.layers import accumulator, normal, project, softcap
 from dspark_jax.nn.markov import MarkovHead, RecurrentHead
 
 
@@ -28,6 +30,10 @@ class Lent:
 
     embedding: Float[Array, "V D"]
     head: Float[Array, "rows D"]
+
+
+class TokenTable(nnx.Variable):
+    """Ids in the target's vocabulary, ascending: stored with the parameters, never trained."""
 
 
 class Heads(nnx.Module):
@@ -48,12 +54,23 @@ class Heads(nnx.Module):
             if confidence is None
             else ConfidenceHead(config.geometry.width, rank, dtype, rngs=rngs)
         )
+        drafted = config.draft_vocab_size
+        shape = (drafted, config.geometry.width)
+        self.lm_head = nnx.Param(normal(rngs.params(), shape, dtype)) if drafted else None
+        self.draft_tokens = TokenTable(jnp.arange(drafted, dtype=jnp.int32)) if drafted else None
         self.config = config
 
     def base_logits(self, lent: Lent, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """U in fp32: the lent lm head's logits, capped before any bias is added."""
-        scores = project(hidden, lent.head) * self.config.logit_multiplier
+        """U in fp32, capped before any bias is added: of the lent lm head or, of fewer tokens, its
+        own.
+        """
+        table = lent.head if self.lm_head is None else self.lm_head[...]
+        scores = project(hidden, table) * self.config.logit_multiplier
         return softcap(scores, self.config.logit_softcap)
+
+    def tokens(self, index: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Ids, in the target's vocabulary, of places in the base logits."""
+        return index if self.draft_tokens is None else self.draft_tokens[...][index]
 
     def confidence(
         self, prev: Int[Array, "*rows"], hidden: Float[Array, "*rows D"]
@@ -108,16 +125,16 @@ def first_order(config: DrafterConfig) -> bool:
 def _build_head(
     config: DrafterConfig, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> MarkovHead | RecurrentHead | DominoHead | None:
-    width, vocab_size = config.geometry.width, config.vocab_size
+    width, vocab_size, drafted = config.geometry.width, config.vocab_size, config.draft_vocab_size
     match config.head:
         case None:
             return None
         case Markov():
-            return MarkovHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return MarkovHead(config.head, width, vocab_size, dtype, drafted, rngs=rngs)
         case Recurrent():
-            return RecurrentHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return RecurrentHead(config.head, width, vocab_size, dtype, drafted, rngs=rngs)
         case Domino():
-            return DominoHead(config.head, width, vocab_size, dtype, rngs=rngs)
+            return DominoHead(config.head, width, drafted or vocab_size, dtype, rngs=rngs)
 
 
 class Drafter(nnx.Module):
@@ -158,3 +175,55 @@ class Drafter(nnx.Module):
         rows = positions[..., None] + jnp.arange(c.num_inputs)
         out = self.backbone(x, context, first, valid, rows, start)
         return out if c.predict_from_anchor else out[..., 1:, :]
+
+
+def rebuilt(drafter: Drafter, config: DrafterConfig) -> Drafter:
+    """A drafter of another config: convolutions as they start, every other parameter kept."""
+    dtype, width = drafter.backbone.fc.weight[...].dtype, config.geometry.width
+    shapes = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
+    known, begun = dict(nnx.to_flat_state(nnx.state(drafter))), {}
+    if config.convolution is not None:
+        identity = GroupedConvolution(config.convolution, width, dtype, rngs=nnx.Rngs(0))
+        begun = dict(nnx.to_flat_state(nnx.state(identity)))
+    merged = []
+    for path, variable in nnx.to_flat_state(nnx.state(shapes)):
+        is_new = "attention_conv" in path or "mlp_conv" in path
+        kept = begun[path[4:]] if is_new else known[path]  # behind backbone, layers, number, name
+        merged.append((path, variable.replace(kept[...])))  # no two share a variable
+    return nnx.merge(nnx.graphdef(shapes), nnx.from_flat_state(merged))
+
+
+def check_pair(drafter: Drafter, theirs: TargetConfig) -> None:
+    """Refuses a drafter made for another target.
+
+    Raises:
+      ValueError: names what does not fit.
+    """
+    ours = drafter.config
+    if ours.geometry.width != theirs.geometry.width:
+        raise ValueError(
+            f"drafter width = {ours.geometry.width}, target width = {theirs.geometry.width}: this "
+            "drafter was made for another target; give one made for it, or none"
+        )
+    if ours.vocab_size < theirs.vocab_size:
+        raise ValueError(
+            f"drafter vocab_size = {ours.vocab_size} is smaller than the target's "
+            f"{theirs.vocab_size}"
+        )
+    wrong = [i for i in ours.target_layer_ids if not -1 <= i < theirs.num_layers]
+    if wrong:
+        raise ValueError(
+            f"drafter target_layer_ids {wrong} are outside the target's -1..{theirs.num_layers - 1}"
+        )
+    if not 0 <= ours.mask_token < theirs.vocab_size:
+        raise ValueError(
+            f"drafter mask_token = {ours.mask_token} is outside the target's vocabulary "
+            f"0..{theirs.vocab_size - 1}"
+        )
+    if ours.draft_vocab_size:
+        tokens = np.asarray(drafter.heads.draft_tokens[...])
+        if tokens[0] < 0 or tokens[-1] >= theirs.vocab_size or np.any(np.diff(tokens) <= 0):
+            raise ValueError(
+                f"draft tokens {tokens[0]}..{tokens[-1]} must ascend within the target's "
+                f"0..{theirs.vocab_size - 1}"
+            )

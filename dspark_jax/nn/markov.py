@@ -5,7 +5,8 @@ First-order heads see the previous token alone (DSpark paper, section 2.2):
     logits_t(b | a) = U_t(b) + <W1[a] * g(h_t, a), W2[b]>
 
 with g = 1 (vanilla), sigmoid(W [h; W1[a]] + c) (gated) or H h (linear: DFlash-2's Selector). The
-rnn head carries a state through the block instead of a gate.
+rnn head carries a state through the block instead of a gate. W1 has a row for every token of the
+target, W2 for every token that may be drafted.
 """
 
 import jax
@@ -22,11 +23,17 @@ class MarkovHead(nnx.Module):
     """Two tables over the vocabulary and a gate between them."""
 
     def __init__(
-        self, config: Markov, width: int, vocab_size: int, dtype: DTypeLike, *, rngs: nnx.Rngs
+        self,
+        config: Markov,
+        width: int,
+        vocab_size: int,
+        dtype: DTypeLike,
+        drafted: int = 0,
+        *,
+        rngs: nnx.Rngs,
     ):
-        shape = (vocab_size, config.rank)
-        self.w1 = nnx.Param(normal(rngs.params(), shape, dtype))
-        self.w2 = nnx.Param(normal(rngs.params(), shape, dtype))
+        self.w1 = nnx.Param(normal(rngs.params(), (vocab_size, config.rank), dtype))
+        self.w2 = nnx.Param(normal(rngs.params(), (drafted or vocab_size, config.rank), dtype))
         inner = {"vanilla": None, "gated": width + config.rank, "linear": width}[config.gate]
         self.gate_proj = (
             None
@@ -73,11 +80,18 @@ class RecurrentHead(nnx.Module):
     """DSpark's rnn head: gate, candidate and output from one projection of [s; W1[prev]; h]."""
 
     def __init__(
-        self, config: Recurrent, width: int, vocab_size: int, dtype: DTypeLike, *, rngs: nnx.Rngs
+        self,
+        config: Recurrent,
+        width: int,
+        vocab_size: int,
+        dtype: DTypeLike,
+        drafted: int = 0,
+        *,
+        rngs: nnx.Rngs,
     ):
         rank = config.rank
         self.w1 = nnx.Param(normal(rngs.params(), (vocab_size, rank), dtype))
-        self.w2 = nnx.Param(normal(rngs.params(), (vocab_size, rank), dtype))
+        self.w2 = nnx.Param(normal(rngs.params(), (drafted or vocab_size, rank), dtype))
         self.joint_proj = Linear(2 * rank + width, 3 * rank, True, dtype, rngs=rngs)
         self.config = config
 

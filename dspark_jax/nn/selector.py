@@ -73,9 +73,13 @@ def pair_scores(
     anchors: Int[Array, "B"],
     candidates: Int[Array, "B K C"],
     hidden: Float[Array, "B K D"],
+    tokens: Int[Array, "B K C"] | None = None,
 ) -> Float[Array, "B K C C"]:
-    """Bias of every adjacent pair, predecessor first; position 0 has the anchor in every row."""
-    prev = predecessors(anchors, candidates)
+    """Bias of every adjacent pair, predecessor first; position 0 has the anchor in every row.
+
+    Where candidates are places in a reduced vocabulary, `tokens` are their ids in the target's.
+    """
+    prev = predecessors(anchors, candidates if tokens is None else tokens)
     rows = head.rows(prev)
     rows = rows.astype(accumulator(rows))
     gates = jnp.broadcast_to(head.gate(prev, hidden[..., None, :]), rows.shape)
@@ -95,16 +99,17 @@ def widened(
     hidden: Float[Array, "B K D"],
     vocabulary: int,
     count: int,
+    tokens: Int[Array, "B K C"] | None = None,
 ) -> tuple[Int[Array, "B K W"], Bool[Array, "B K W"]]:
     """Candidates united with each predecessor's `count` best successors by transition bias.
 
     Predecessors are the candidates of the position before: what widening adds there is not
-    followed further.
+    followed further. `tokens` as in `pair_scores`.
 
     Returns:
       Ids in ascending order, and False on repetitions.
     """
-    prev = predecessors(anchors, candidates)
+    prev = predecessors(anchors, candidates if tokens is None else tokens)
     query = head.rows(prev) * head.gate(prev, hidden[..., None, :])
     table, count = head.w2[...][:vocabulary], min(count, vocabulary)
 
@@ -145,6 +150,11 @@ def markov_to_selector(head: MarkovHead) -> Selector:
         raise ValueError(
             f"head.gate = {head.config.gate!r} has no exact DFlash-2 form: H h has no bias, so it "
             "cannot be constant, and no sigmoid; train with gate = 'linear'"
+        )
+    if head.w1[...].shape != head.w2[...].shape:
+        raise ValueError(
+            f"a head over {len(head.w2[...])} of {len(head.w1[...])} tokens has no DFlash-2 form: "
+            "a Selector drafts all of them"
         )
     return Selector(
         predecessor=head.w1[...], successor=head.w2[...], projection=head.gate_proj.weight[...]

@@ -96,9 +96,7 @@ class Talks:
             return self._end(name)
         one.said.append({"role": "user", "content": one.prompt.turns[one.turn]})
         try:
-            one.asked = request(
-                self._recipe.tokenizer, one.said, self._options, name, **self._recipe.variables
-            )
+            one.asked = request(self._recipe.tokenizer, one.said, self._options, name)
         except ValueError:
             return self._end(name, REFUSED)
         room = self._engine.max_length - len(one.asked.tokens)

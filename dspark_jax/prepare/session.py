@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,27 +38,11 @@ class Settings:
     shard_size: int = 1024  # rows a shard
     max_length: int = TrainConfig.max_length  # tokens a conversation, at most
     min_supervised: int = TrainConfig.min_supervised  # answer tokens a conversation, at least
-    thinking: Literal["default", "on", "off"] = "default"  # what the chat template is told
 
     def __post_init__(self):
         for field in ("batch_size", "shard_size", "max_length", "min_supervised"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
-
-    def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Names for the chat template.
-
-        Raises:
-          ValueError: thinking is switched, but the template has no such switch.
-        """
-        if self.thinking == "default":
-            return {}
-        if "enable_thinking" not in (tokenizer.chat_template or ""):
-            raise ValueError(
-                f"thinking = {self.thinking!r}: this chat template has no enable_thinking; leave "
-                "it out"
-            )
-        return {"enable_thinking": self.thinking == "on"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +83,7 @@ def prepare(
     rows = read(prompts, subject.vocab_size, settings.template, settings.limit)
     recipe = Recipe(
         tokenizer=subject.tokenizer,
-        variables=settings.variables(subject.tokenizer),
+        variables=subject.tokenizer.mode(options.thinking),
         max_length=min(settings.max_length, subject.max_length),
         min_supervised=settings.min_supervised,
     )
@@ -140,7 +124,7 @@ def describe(
         target=subject.name,
         template=subject.tokenizer.fingerprint,
         vocab_size=subject.vocab_size,
-        mode={"system": options.system, "thinking": settings.thinking},
+        mode={"system": options.system, "thinking": options.thinking},
         sampling={name: getattr(options, name) for name in drawn}
         | ({} if model else subject.decoding),
         seed=options.seed,

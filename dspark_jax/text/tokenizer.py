@@ -97,6 +97,20 @@ class Tokenizer:
         """Text of tokens; special tokens and ids past the vocabulary leave no trace."""
         return self.backend.decode([int(token) for token in tokens], skip_special_tokens=True)
 
+    def mode(self, thinking: bool | None) -> dict[str, bool]:
+        """What the chat template is told of thinking; nothing if it shall do as it does by itself.
+
+        Raises:
+          ValueError: the template cannot switch it.
+        """
+        if thinking is None:
+            return {}
+        if "enable_thinking" not in (self.chat_template or ""):
+            raise ValueError(
+                f"thinking = {thinking}: this chat template has no enable_thinking; leave it out"
+            )
+        return {"enable_thinking": thinking}
+
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:

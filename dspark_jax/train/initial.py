@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from dspark_jax.config import DrafterConfig, DrafterRecipe, TargetConfig, spread_layers
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
-from dspark_jax.weights import native
+from dspark_jax.weights.load import load_drafter
 
 
 def drafter_config(
@@ -80,12 +80,14 @@ def measure_scales(
 
 
 def continued(config: DrafterConfig, folder: Path) -> Drafter:
-    """The parameters of an earlier drafter in a new config, which differs in the block size alone.
+    """The parameters of an earlier drafter, in any format, in a new config.
+
+    It differs in the block size alone; a reduced draft vocabulary is not trained.
 
     Raises:
       ValueError: another field differs.
     """
-    before = native.load(folder)
+    before = load_drafter(str(folder))
     theirs = dataclasses.replace(before.config, block_size=config.block_size)
     for field in dataclasses.fields(config):
         there, here = getattr(theirs, field.name), getattr(config, field.name)

@@ -130,8 +130,8 @@ def of(config: TrainConfig) -> Placement:
         )
     if jax.process_count() > 1 and config.max_cache_bytes:
         raise ValueError(
-            f"max_cache_bytes = {config.max_cache_bytes}: features are kept by runs of one process; "
-            "set 0, and the target runs inside the step"
+            f"max_cache_bytes = {config.max_cache_bytes}: only runs of one process keep "
+            "features; set 0, and the target runs inside the step"
         )
     sharding.check_rows(config.batch_size, mesh)
     blocks = config.batch_size * config.num_anchors // (mesh.shape["data"] * mesh.shape["fsdp"])

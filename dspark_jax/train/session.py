@@ -1,5 +1,6 @@
 """A training session as users start it: models and data from a config, progress, export."""
 
+import functools
 import logging
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from dspark_jax.train.budget import Budget
 from dspark_jax.train.plan import plan
 from dspark_jax.train.workdir import pinned
 from dspark_jax.weights import native
-from dspark_jax.weights.load import LoadedTarget, load_target, outline_target
+from dspark_jax.weights.card import Card, Mode, front_matter
+from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target, outline_target
 
 log = logging.getLogger(__name__)
 _SCALE_ROWS, _SCALE_TOKENS = 8, 128  # conversations and tokens over which taps are measured
@@ -64,7 +66,7 @@ def read_corpus(config: TrainConfig, target: LoadedTarget) -> data.Corpus:
     """The run's conversations; what was left out is said."""
     corpus = sources.read(
         Path(config.data),
-        target.tokenizer.assistant_mask,
+        _render(config, target),
         target.model.config.vocab_size,
         config.max_length,
         config.min_supervised,
@@ -89,7 +91,7 @@ def resolve(
     if config.drafter.scale_features and before is not None:
         scales = tuple(before["drafter"]["feature_scales"])
     elif config.drafter.start not in ("random", "target_last"):
-        scales = native.load(Path(config.drafter.start)).config.feature_scales
+        scales = load_drafter(config.drafter.start).config.feature_scales
     elif config.drafter.scale_features:
         long = np.flatnonzero(data.lengths(corpus.conversations) >= _SCALE_TOKENS)[:_SCALE_ROWS]
         if not long.size:
@@ -100,6 +102,12 @@ def resolve(
         ids = config.drafter.target_layer_ids or spread_layers(target.config.num_layers)
         scales = initial.measure_scales(target, jnp.asarray(np.stack(rows)), ids)
     return initial.drafter_config(config.drafter, target.config, scales)
+
+
+def _render(config: TrainConfig, target: LoadedTarget) -> sources.Render:
+    """The chat template, in the mode that the card will name."""
+    names = target.tokenizer.mode(config.thinking)
+    return functools.partial(target.tokenizer.assistant_mask, **names)
 
 
 def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
@@ -120,7 +128,13 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
     c = drafter.config
     head = "none" if c.head is None else str(c.head)
     supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
-    return f"""# Drafter for {config.target}
+    known = Card(
+        target=config.target,
+        mode=Mode(thinking=config.thinking),
+        data=f"{sources.summary(corpus)}; {supervised} tokens of the target's own answers",
+        budget=f"{config.steps} steps of {config.batch_size} x {config.num_anchors} anchors",
+    )
+    return f"""{front_matter(known)}# Drafter for {config.target}
 
 | | |
 |---|---|
@@ -128,8 +142,9 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
 | backbone | {c.num_layers} layers, width {c.geometry.width}, taps {list(c.target_layer_ids)} |
 | block | {c.block_size} tokens, predicts from the anchor: {c.predict_from_anchor} |
 | head | {head} |
-| data | {sources.summary(corpus)}; {supervised} tokens of the target's own answers |
-| budget | {config.steps} steps of {config.batch_size} x {config.num_anchors} anchors |
+| data | {known.data} |
+| budget | {known.budget} |
+| mode | {known.mode} |
 
 Output is the target's own whatever the drafter: it decides speed, never content.
 """

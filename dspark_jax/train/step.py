@@ -129,7 +129,15 @@ def loss(
       subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
       share: of the base logits in the cross entropy.
       mesh: devices that share the work.
+
+    Raises:
+      ValueError: the drafter's vocabulary is a reduced one.
     """
+    if drafter.config.draft_vocab_size:
+        raise ValueError(
+            f"draft_vocab_size = {drafter.config.draft_vocab_size}: drafters are trained over the "
+            "whole vocabulary (frequent_tokens and drawn_tokens make that cheap)"
+        )
     hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
     decay = 0.0 if losses.dpace else losses.decay
     weights, labels, lent = anchors.weights(blocks.counted, decay), blocks.labels, known.lent

@@ -16,20 +16,22 @@ from jax.typing import DTypeLike
 from dspark_jax.config import (
     Confidence,
     DrafterConfig,
-    Geometry,
     Markov,
     Recurrent,
     TargetConfig,
 )
 from dspark_jax.nn.drafter import Drafter, Lent
-from dspark_jax.weights import export
-from dspark_jax.weights.targets import qwen3_geometry, rotaries
+from dspark_jax.weights import export, gemma4
+from dspark_jax.weights.rotary import rotaries
+from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import (
     CheckpointError,
+    architecture,
     fill,
     read_folder,
     read_json,
-    required,
+    whole,
+    wholes,
 )
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
@@ -49,35 +51,36 @@ _GEMMA = {
 
 def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     """Reads DeepSpec's config.json."""
-    architecture = (hf.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
-        )
-    rank, confident = required(hf, "markov_rank"), bool(hf.get("enable_confidence_head"))
-    if rank < 0:
-        raise CheckpointError(f"markov_rank = {rank}: must be 0 (no head) or positive")
     if "sliding_attention" in (hf.get("layer_types") or ()):
         raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
-    with_markov = bool(hf.get("confidence_head_with_markov")) and rank > 0
-    is_gemma = architecture == "Gemma4DSparkModel"
-    geometry = (_gemma_geometry if is_gemma else _geometry)(hf)
+    is_gemma = _is_gemma(hf)
+    geometry = gemma4.full_geometry(hf, rotaries(hf)[0]) if is_gemma else qwen3_geometry(hf)
     return DrafterConfig(
         geometry=geometry,
-        vocab_size=required(hf, "vocab_size"),
-        num_layers=required(hf, "num_hidden_layers"),
-        block_size=required(hf, "block_size"),
+        vocab_size=whole(hf, "vocab_size"),
+        num_layers=whole(hf, "num_hidden_layers"),
+        block_size=whole(hf, "block_size"),
         target_layer_ids=_taps(hf),
-        mask_token=required(hf, "mask_token_id"),
+        mask_token=whole(hf, "mask_token_id", 0),
         predict_from_anchor=True,
-        head=_head(hf, rank),
-        confidence=Confidence(with_markov=with_markov) if confident else None,
+        head=markov_head(hf),
+        confidence=confidence(hf),
         embedding_scale=geometry.width**0.5 if is_gemma else None,
         logit_softcap=(hf.get("final_logit_softcapping") or None) if is_gemma else None,
     )
 
 
-def _head(hf: Mapping[str, Any], rank: int) -> Markov | Recurrent | None:
+def _is_gemma(hf: Mapping[str, Any]) -> bool:
+    """By architecture, by model_type where that is another's."""
+    name = architecture(hf)
+    if name in ARCHITECTURES:
+        return name == ARCHITECTURES[1]
+    return str(hf.get("model_type")).startswith("gemma4")
+
+
+def markov_head(hf: Mapping[str, Any]) -> Markov | Recurrent | None:
+    """The correction head that rank and type describe; rank 0 = none."""
+    rank = whole(hf, "markov_rank", 0)  # 0 = no head
     if not rank:
         return None
     match hf.get("markov_head_type", "vanilla"):
@@ -91,43 +94,20 @@ def _head(hf: Mapping[str, Any], rank: int) -> Markov | Recurrent | None:
             )
 
 
+def confidence(hf: Mapping[str, Any]) -> Confidence | None:
+    """The confidence head, which sees a Markov row only where there is one."""
+    if not hf.get("enable_confidence_head"):
+        return None
+    return Confidence(with_markov=bool(hf.get("confidence_head_with_markov") and hf["markov_rank"]))
+
+
 def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    ids, count = tuple(required(hf, "target_layer_ids")), required(hf, "num_target_layers")
+    ids, count = wholes(hf, "target_layer_ids"), whole(hf, "num_target_layers")
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= count:
         raise CheckpointError(
             f"target_layer_ids = {list(ids)}: must increase strictly within -1..{count - 1}"
         )
     return ids
-
-
-def _geometry(hf: Mapping[str, Any]) -> Geometry:
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
-    return qwen3_geometry(hf)
-
-
-def _gemma_geometry(hf: Mapping[str, Any]) -> Geometry:
-    """The target's global-attention geometry; its local one is not used (specs of DSpark)."""
-    act = required(hf, "hidden_activation")
-    if act != "gelu_pytorch_tanh":
-        raise CheckpointError(f"hidden_activation = {act!r}: supported is gelu_pytorch_tanh")
-    return Geometry(
-        width=required(hf, "hidden_size"),
-        mlp_width=required(hf, "intermediate_size"),
-        heads=required(hf, "num_attention_heads"),
-        kv_heads=required(hf, "num_global_key_value_heads"),
-        head_dim=required(hf, "global_head_dim"),
-        rotary=rotaries(hf)[0],
-        norm_eps=required(hf, "rms_norm_eps"),
-        activation="gelu_tanh",
-        qk_norm=True,
-        norm_fp32=True,
-        sandwich_norms=True,
-        value_from_key=required(hf, "attention_k_eq_v"),
-        unit_values=True,
-        layer_scalar=True,
-        attention_scale=1.0,
-    )
 
 
 def namer(config: DrafterConfig) -> Callable[[str], str]:
@@ -172,14 +152,17 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     c = drafter.config
-    export.refuse("DeepSpec", [*export.unlike_qwen3(c), *_objections(c)])
+    is_gemma = c.geometry.sandwich_norms
+    unlike = gemma4.objections if is_gemma else export.unlike_qwen3
+    export.refuse("DeepSpec", [*unlike(c), *_objections(c)])
+    backbone = export.backbone_fields(c, target.max_length, dtype)
     markov = {} if c.head is None else {"markov_head_type": getattr(c.head, "gate", "rnn")}
     sees = {} if c.confidence is None else {
         "confidence_head_with_markov": c.confidence.with_markov
     }  # fmt: skip
     fields = {
-        "architectures": ["Qwen3DSparkModel"],
-        **export.backbone_fields(c, target.max_length, dtype),
+        "architectures": [ARCHITECTURES[is_gemma]],
+        **(gemma4.fields(backbone, c, target) if is_gemma else backbone),
         "num_target_layers": target.num_layers,
         "target_layer_ids": list(c.target_layer_ids),
         "block_size": c.block_size,
@@ -206,10 +189,11 @@ def _objections(c: DrafterConfig) -> list[str]:
         "windows": (),
         "causal": (),
         "candidates": 0,
-        "embedding_scale": None,
+        "draft_vocab_size": 0,
         "logit_multiplier": 1.0,
-        "logit_softcap": None,
     }
+    if not c.geometry.sandwich_norms:
+        unsaid |= {"embedding_scale": None, "logit_softcap": None}
     layout = (
         [] if c.predict_from_anchor else ["predict_from_anchor = False: its blocks start there"]
     )

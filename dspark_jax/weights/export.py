@@ -17,7 +17,7 @@ from safetensors.flax import save_file
 
 from dspark_jax.config import DrafterConfig, Geometry, Rotary
 from dspark_jax.nn.drafter import Drafter
-from dspark_jax.weights.tensors import CheckpointError, paths
+from dspark_jax.weights.tensors import CheckpointError, paths, typed
 
 
 def refuse(kind: str, reasons: Sequence[str]) -> None:
@@ -39,8 +39,18 @@ def unlike_qwen3(config: DrafterConfig) -> list[str]:
         norm_eps=g.norm_eps,
         qk_norm=True,
     )
-    fields = [f.name for f in dataclasses.fields(g) if getattr(g, f.name) != getattr(plain, f.name)]
-    return [f"geometry.{name} = {getattr(g, name)}" for name in fields]
+    reasons = differences(g, plain)
+    if g.rotary.partial != 1 and g.rotary.scaling != "proportional":
+        reasons.append(f"geometry.rotary.partial = {g.rotary.partial}: Qwen3 turns whole heads")
+    return reasons
+
+
+def differences(ours: Geometry, plain: Geometry) -> list[str]:
+    """Fields of a geometry that a family's plain one has otherwise; interleaved rotary too."""
+    names = [f.name for f in dataclasses.fields(ours)]
+    unlike = [name for name in names if getattr(ours, name) != getattr(plain, name)]
+    reasons = [f"geometry.{name} = {getattr(ours, name)}" for name in unlike]
+    return reasons + (["geometry.rotary.interleaved = True"] if ours.rotary.interleaved else [])
 
 
 def backbone_fields(config: DrafterConfig, max_length: int, dtype: DTypeLike) -> dict[str, Any]:
@@ -74,10 +84,12 @@ def backbone_fields(config: DrafterConfig, max_length: int, dtype: DTypeLike) ->
 
 def _rope(rotary: Rotary) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": rotary.theta, "rope_type": "default"}
-    if rotary.partial != 1:
+    if rotary.partial != 1:  # proportional
         fields["partial_rotary_factor"] = rotary.partial
     if rotary.scaling == "none":
         return fields
+    if rotary.scaling == "proportional":
+        return fields | {"rope_type": "proportional"}
     fields |= {"rope_type": rotary.scaling, "factor": rotary.factor}
     if rotary.scaling in ("llama3", "yarn"):
         fields["original_max_position_embeddings"] = rotary.original_length
@@ -94,7 +106,7 @@ def _rope(rotary: Rotary) -> dict[str, Any]:
 
 def tensors_of(drafter: Drafter, names: Callable[[str], str], dtype: DTypeLike) -> dict[str, Array]:
     """Parameters by published name; fixed factors on taps are folded into the projection."""
-    tensors = {names(path): jnp.asarray(value, dtype) for path, value in paths(drafter).items()}
+    tensors = {names(path): typed(value, dtype) for path, value in paths(drafter).items()}
     scales = drafter.config.feature_scales
     if scales:
         columns = jnp.repeat(jnp.asarray(scales), drafter.config.geometry.width)
@@ -108,7 +120,7 @@ def write(folder: Path, fields: Mapping[str, Any], tensors: dict[str, Array], ca
     if (folder / "config.json").exists():
         raise CheckpointError(f"{folder} already holds a config.json: give another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(jax.device_get(tensors), folder / "model.safetensors")
+    save_file(jax.device_get(tensors), folder / "model.safetensors", {"format": "pt"})
     text = json.dumps(dict(fields), indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

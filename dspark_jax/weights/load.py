@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,13 +9,13 @@ from jax.typing import DTypeLike
 
 from dspark_jax import text
 from dspark_jax.config import TargetConfig
-from dspark_jax.nn.drafter import Drafter, Lent
+from dspark_jax.nn.drafter import Drafter, Lent, check_pair
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
-from dspark_jax.weights import assets, deepspec, gguf, native, targets, zlab
-from dspark_jax.weights.tensors import CheckpointError, read_json
+from dspark_jax.weights import assets, card, formats, gguf, hub, targets
+from dspark_jax.weights.formats import Format
+from dspark_jax.weights.tensors import CheckpointError
 
-Format = Literal["native", "deepspec", "dflash", "dflash2"]
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
 
 
@@ -36,7 +35,7 @@ class LoadedTarget:
 
 
 def load_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> LoadedTarget:
-    """A target by name ("smollm2", obtained on first use), Hugging Face folder or GGUF file.
+    """A target by name ("smollm2", obtained on first use), folder, GGUF file or hf://owner/name.
 
     Raises:
       CheckpointError: it cannot be read as what it claims to be.
@@ -71,89 +70,51 @@ def outline_target(name: str = "smollm2", dtype: DTypeLike = jnp.float32) -> Loa
 
 
 def _locate(name: str) -> Path:
+    if hub.is_id(name):
+        return hub.fetch(name)
     path = assets.path(name) if name in assets.ASSETS else Path(name).expanduser()
     if not path.is_dir() and not (path.suffix == ".gguf" and path.exists()):
         raise CheckpointError(
             f"target = {name!r}: neither a known name ({', '.join(assets.ASSETS)}), "
+            "nor hf://owner/name, "
             "nor a folder with config.json, nor a .gguf file"
         )
     return path
 
 
 def load_drafter(
-    name: str = "bundled", target: Target | None = None, dtype: DTypeLike = jnp.float32
+    name: str = "bundled",
+    target: Target | None = None,
+    dtype: DTypeLike = jnp.float32,
+    format: Format | None = None,
 ) -> Drafter | None:
-    """A drafter: "bundled" (for smollm2), "none", or a folder in our, DeepSpec's or z-lab's format.
+    """A drafter: "bundled" (for smollm2), "none", a folder or hf://owner/name, in any `Format`.
 
     Args:
       name: which.
-      target: compared with an embedding and lm head that the folder may ship.
+      target: what it must fit, and what an embedding and lm head in the folder are compared with.
       dtype: of the parameters.
+      format: of the folder; None = as its content says.
     """
     if name == "none":
         return None
-    folder = BUNDLED if name == "bundled" else Path(name).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"drafter = {name!r}: no such folder; give one, 'bundled' or 'none'")
-    kind = format_of(folder)
-    if kind == "native":
-        return native.load(folder, dtype)
-    if kind != "deepspec":
-        return zlab.read(folder, dtype)
-    drafter, lent = deepspec.read(folder, dtype)
+    folder = drafter_folder(name)
+    drafter, lent = formats.read(folder, format or formats.format_of(folder), dtype)
     if target is not None:
+        check_pair(drafter, target.config)
+    if target is not None and lent is not None:
         _check_lent(folder, lent, target)
     return drafter
 
 
-def format_of(folder: Path) -> Format:
-    """Which format a drafter's folder is in, by its config.json.
-
-    Raises:
-      CheckpointError: none that is known.
-    """
-    config = read_json(folder / "config.json")
-    architecture = (config.get("architectures") or [None])[0]
-    if config.get("format") == native.FORMAT:
-        return "native"
-    if architecture in zlab.ARCHITECTURES:
-        return "dflash2" if architecture == zlab.ARCHITECTURES[1] else "dflash"
-    if architecture in deepspec.ARCHITECTURES:
-        return "deepspec"
-    known = ", ".join((*deepspec.ARCHITECTURES, *zlab.ARCHITECTURES))
-    raise CheckpointError(
-        f"{folder}: architectures = {architecture!r}: supported are {known}, and our own format"
-    )
-
-
-def convert(
-    source: Path, folder: Path, kind: Format, target: Target, dtype: DTypeLike, card: str
-) -> None:
-    """Writes a drafter in another format.
-
-    Args:
-      source: a drafter in any format that is read.
-      folder: where to.
-      kind: the format to write.
-      target: what the drafter was made for; some formats store parts of it.
-      dtype: of the tensors.
-      card: the model card.
-
-    Raises:
-      CheckpointError: the format cannot hold the drafter, with every reason.
-    """
-    drafter = load_drafter(str(source), target)
-    made_here = "dflash2" if drafter.config.head is not None else "dflash"
-    if kind in ("dflash", "dflash2") and kind != made_here:
-        raise CheckpointError(f"head = {drafter.config.head}: write it as {made_here}, not {kind}")
-    match kind:
-        case "native":
-            native.save(folder, drafter, dtype, card)
-        case "deepspec":
-            lent = Lent(embedding=target.embed_tokens[...], head=target.head)
-            deepspec.write(folder, drafter, lent, target.config, dtype, card)
-        case _:
-            zlab.write(folder, drafter, target.config, dtype, card)
+def drafter_folder(name: str) -> Path:
+    """Where a drafter's files are."""
+    if hub.is_id(name):
+        return hub.fetch(name)
+    folder = BUNDLED if name == "bundled" else Path(name).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"drafter = {name!r}: no such folder; give one, 'bundled' or 'none'")
+    return folder
 
 
 def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
@@ -169,3 +130,33 @@ def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
                 f"{folder}: its {name}.weight differs from the target's; "
                 "this drafter was made for another target"
             )
+
+
+def convert(
+    source: str,
+    folder: Path,
+    kind: Format,
+    target: LoadedTarget,
+    dtype: DTypeLike,
+    format: Format | None = None,
+) -> None:
+    """Writes a drafter in another format, with its card.
+
+    Args:
+      source: a drafter, as in `load_drafter`.
+      folder: where to.
+      kind: the format to write.
+      target: what the drafter was made for; some formats store parts of it.
+      dtype: of the tensors.
+      format: of the source; None = as its content says.
+
+    Raises:
+      CheckpointError: the format cannot hold the drafter, with every reason.
+    """
+    found = drafter_folder(source)
+    format = format or formats.format_of(found)
+    drafter = load_drafter(source, target.model, format=format)
+    lent = Lent(embedding=target.model.embed_tokens[...], head=target.model.head)
+    said = card.carried(found, target.name, f"Written as {kind} from {found.name} ({format}).")
+    made_for = target.model.config
+    formats.write(folder, kind, drafter, made_for, lent, dtype, said, target.name)

@@ -18,7 +18,14 @@ from safetensors.flax import save_file
 
 from dspark_jax.config import DrafterConfig, as_dict
 from dspark_jax.nn.drafter import Drafter
-from dspark_jax.weights.tensors import CheckpointError, fill, paths, read_folder, read_json
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    fill,
+    paths,
+    read_folder,
+    read_json,
+    typed,
+)
 
 FORMAT = "dspark_jax"
 
@@ -26,7 +33,7 @@ FORMAT = "dspark_jax"
 def save(folder: Path, drafter: Drafter, dtype: DTypeLike, card: str) -> None:
     """Writes a drafter; the folder is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {path: jnp.asarray(value, dtype) for path, value in paths(drafter).items()}
+    tensors = {path: typed(value, dtype) for path, value in paths(drafter).items()}
     save_file(jax.device_get(tensors), folder / "model.safetensors")
     config = {"format": FORMAT, **as_dict(drafter.config)}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -14,25 +14,21 @@ from jax.typing import DTypeLike
 from dspark_jax.config import Experts, Geometry, Rotary, TargetConfig
 from dspark_jax.nn.target import Target
 from dspark_jax.weights import gemma4, gguf
+from dspark_jax.weights.rotary import rotaries
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
+    number,
     read_folder,
     read_json,
     required,
+    whole,
 )
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma4_text",
 )  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROTARY_NAMES = {
-    "default": "none",
-    "linear": "linear",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "proportional": "proportional",
-}
 _GEMMA_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_input_norm": "pre_feedforward_layernorm",
@@ -117,7 +113,8 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
     full, sliding = rotaries(hf)
     width = required(hf, "hidden_size")
     if family == "gemma4_text":
-        geometry, full_geometry = gemma4.geometries(hf, full)
+        full_geometry = gemma4.full_geometry(hf, full)
+        geometry = gemma4.sliding_geometry(hf, full_geometry)
     else:
         geometry, full_geometry = _geometry(hf, family, full), None
     return TargetConfig(
@@ -185,75 +182,26 @@ def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
 
 def qwen3_geometry(hf: Mapping[str, Any]) -> Geometry:
     """The layer every Qwen3-shaped drafter has; each field must be written out."""
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
+    if hf.get("attention_bias"):
+        raise CheckpointError("attention_bias = true: drafters' projections have no biases")
+    rotary = rotaries(hf)[0]
+    if rotary.partial != 1 and rotary.scaling != "proportional":
+        raise CheckpointError(
+            f"partial_rotary_factor = {rotary.partial}: the format's own code turns whole heads "
+            "whatever is said, some engines do not; take the field out of config.json"
+        )
     return Geometry(
-        width=required(hf, "hidden_size"),
-        mlp_width=required(hf, "intermediate_size"),
-        heads=required(hf, "num_attention_heads"),
-        kv_heads=required(hf, "num_key_value_heads"),
-        head_dim=required(hf, "head_dim"),
-        rotary=rotaries(hf)[0],
-        norm_eps=required(hf, "rms_norm_eps"),
+        width=whole(hf, "hidden_size"),
+        mlp_width=whole(hf, "intermediate_size"),
+        heads=whole(hf, "num_attention_heads"),
+        kv_heads=whole(hf, "num_key_value_heads"),
+        head_dim=whole(hf, "head_dim"),
+        rotary=rotary,
+        norm_eps=number(hf, "rms_norm_eps"),
         qk_norm=True,
     )
-
-
-def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
-    """Rotary of full and of sliding layers, from nested `rope_parameters` or the flat fields."""
-    nested = hf.get("rope_parameters") or {}
-    if "full_attention" in nested:
-        full = rotary(nested["full_attention"], hf)
-        sliding = nested.get("sliding_attention")
-        return full, None if sliding is None else rotary(sliding, hf)
-    legacy = hf.get("rope_scaling") or {}
-    full = rotary({**legacy, "rope_theta": hf.get("rope_theta"), **nested}, hf)
-    local = hf.get("rope_local_base_freq")
-    return full, None if local is None else Rotary(theta=float(local))
-
-
-def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
-    """One rotary embedding from Hugging Face's fields; theta must be given."""
-    theta = fields.get("rope_theta")
-    if theta is None:
-        raise CheckpointError("config.json gives no rope_theta, flat or in rope_parameters")
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in _ROTARY_NAMES:
-        raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_ROTARY_NAMES)}")
-    partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if fields.get("rope_interleave") or hf.get("rope_interleave"):
-        raise CheckpointError("rope_interleave = true: supported is the half-split layout")
-    if kind in ("default", "proportional"):
-        return Rotary(theta=float(theta), scaling=_ROTARY_NAMES[kind], partial=float(partial))
-    if kind == "yarn" and fields.get("truncate") is False:
-        raise CheckpointError("rope truncate = false: only yarn with truncation is supported")
-    if fields.get("factor") is None:
-        raise CheckpointError(f"rope_type = {kind!r} needs a `factor`, config.json gives none")
-    factor = float(fields["factor"])
-    return Rotary(
-        theta=float(theta),
-        scaling=_ROTARY_NAMES[kind],
-        factor=factor,
-        original_length=fields.get("original_max_position_embeddings")
-        or required(hf, "max_position_embeddings"),
-        low_frequency=float(fields.get("low_freq_factor", 1.0)),
-        high_frequency=float(fields.get("high_freq_factor", 4.0)),
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=_attention_factor(fields, factor) if kind == "yarn" else 1.0,
-        partial=float(partial),
-    )
-
-
-def _attention_factor(fields: Mapping[str, Any], factor: float) -> float:
-    """YaRN's factor on cosine and sine: 0.1 ln(factor) + 1 unless given (Peng et al., eq. 22)."""
-    if fields.get("attention_factor") is not None:
-        return float(fields["attention_factor"])
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * float(np.log(factor)) + 1.0
-
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return mscale(fields["mscale"]) / mscale(fields["mscale_all_dim"])
-    return mscale(1.0)
 
 
 def _windows(hf: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 Module = TypeVar("Module", bound=nnx.Module)
+_FLOATS = ("float32", "bfloat16", "float16", "float64")  # anything else is quantised
+_STORED = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")  # can be read
 Names = Callable[[str], str | Sequence[str]]  # our path -> their name, or the names it stacks
 
 
@@ -26,7 +28,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
@@ -38,6 +40,46 @@ def required(fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
         raise CheckpointError(f"config.json has no `{name}`: save it with every field written out")
     return fields[name]
+
+
+def whole(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """A whole number that config.json must give."""
+    value = required(fields, name)
+    if type(value) is not int or value < least:
+        raise CheckpointError(f"{name} = {value!r}: must be a whole number, at least {least}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str) -> float:
+    """A number that config.json must give."""
+    value = required(fields, name)
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{name} = {value!r}: must be a number")
+    return float(value)
+
+
+def wholes(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A list of whole numbers that config.json must give."""
+    value = required(fields, name)
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise CheckpointError(f"{name} = {value!r}: must be a list of whole numbers")
+    return tuple(value)
+
+
+def architecture(fields: Mapping[str, Any]) -> str | None:
+    """The first of `architectures`, None where there is none."""
+    names = fields.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
+        raise CheckpointError(f"architectures = {names!r}: must be a list of names")
+    return names[0] if names else None
+
+
+def part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object within config.json; empty if it is not there."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{name} = {value!r}: must be an object")
+    return value or {}
 
 
 def read_folder(folder: Path) -> dict[str, jax.Array]:
@@ -67,9 +109,20 @@ def read_file(path: Path) -> dict[str, jax.Array]:
         raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
     try:
         with safe_open(path, framework="flax") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+            odd = [f"{name} holds {kind}" for name, kind in dtypes.items() if kind not in _STORED]
+            if odd:
+                raise CheckpointError(f"{path}: {'; '.join(odd[:4])}: dequantise it first")
+            return {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def typed(value: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """Floats in the dtype asked for, ids as they are."""
+    value = jnp.asarray(value)
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def paths(module: nnx.Module) -> dict[str, jax.Array]:
@@ -95,10 +148,10 @@ def fill(
       ignored: published names that may be present and are not used.
 
     Raises:
-      CheckpointError: tensors missing, unclaimed or misshapen, all listed at once.
+      CheckpointError: tensors missing, unclaimed or of a wrong shape or dtype, all listed at once.
     """
     graphdef, abstract = nnx.split(nnx.eval_shape(build))
-    missing, misshapen, claimed, filled = [], [], set(ignored), []
+    missing, wrong, claimed, filled = [], [], set(ignored), []
     for path, variable in nnx.to_flat_state(abstract):
         wanted = names(".".join(map(str, path)))
         parts = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -112,14 +165,17 @@ def fill(
             else np.stack([np.asarray(tensors[name]) for name in parts])
         )
         if value.shape != variable.shape:
-            misshapen.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")
-        filled.append((path, variable.replace(jnp.asarray(value, dtype))))
+            wrong.append(f"{parts[0]} is {value.shape}, expected {variable.shape}")
+        is_float = jnp.issubdtype(variable.dtype, jnp.floating)
+        if str(value.dtype) not in _FLOATS and is_float:
+            wrong.append(f"{parts[0]} holds {value.dtype}, expected one of {', '.join(_FLOATS)}")
+        filled.append((path, variable.replace(jnp.asarray(value, dtype if is_float else None))))
     complaints = [
         f"{what}: {', '.join(sorted(names)[:12])}"
         for what, names in (
             ("missing tensors", missing),
             ("unclaimed tensors", set(tensors) - claimed),
-            ("misshapen tensors", misshapen),
+            ("wrong tensors", wrong),
         )
         if names
     ]

@@ -11,16 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from dspark_jax.config import Convolution, DrafterConfig, Markov, TargetConfig
-from dspark_jax.nn.drafter import Drafter
+from dspark_jax.nn.drafter import Drafter, rebuilt
 from dspark_jax.weights import export
 from dspark_jax.weights.targets import qwen3_geometry
-from dspark_jax.weights.tensors import CheckpointError, fill, read_folder, read_json, required
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    architecture,
+    fill,
+    part,
+    read_folder,
+    read_json,
+    whole,
+    wholes,
+)
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _TOP_K = 16  # candidates of every published Selector
@@ -32,47 +40,59 @@ _RENAMED = (
 )
 
 
-def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
-    """Reads config.json; the same field at both levels must agree."""
-    architecture = (hf.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
+def drafter_config(hf: Mapping[str, Any], is_second: bool | None = None) -> DrafterConfig:
+    """Reads config.json; the same field at both levels must agree.
+
+    Args:
+      hf: its fields.
+      is_second: DFlash-2; None = as `architectures` says.
+    """
+    said = architecture(hf)
+    if is_second is None and said not in ARCHITECTURES:
+        raise CheckpointError(f"architectures = {said!r}: supported are {', '.join(ARCHITECTURES)}")
+    is_second = said == ARCHITECTURES[1] if is_second is None else is_second
+    fields = merged(hf)
+    second = [name for name in fields if name.startswith(("selector_", "conv_"))]
+    if second and not is_second:
         raise CheckpointError(
-            f"architectures = {architecture!r}: supported are {', '.join(ARCHITECTURES)}"
+            f"a DFlash checkpoint with {', '.join(second)}: these are {ARCHITECTURES[1]}'s"
         )
-    fields = _merged(hf)
-    windows = _windows(hf)
-    is_second = architecture == "DFlash2DraftModel"
-    rank = required(fields, "selector_rank") if is_second else 0
+    backbone = backbone_config(hf, fields)
+    return dataclasses.replace(backbone, **selector(fields)) if is_second else backbone
+
+
+def backbone_config(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> DrafterConfig:
+    """What DFlash, DFlash-2 and Domino share; blocks are the anchor and masks, without a head."""
+    sizes = windows(hf)
     return DrafterConfig(
         geometry=qwen3_geometry(hf),
-        vocab_size=required(hf, "vocab_size"),
-        num_layers=required(hf, "num_hidden_layers"),
-        block_size=required(fields, "block_size") - 1,  # theirs counts the anchor
-        target_layer_ids=tuple(required(fields, "target_layer_ids")),
-        mask_token=required(fields, "mask_token_id"),
+        vocab_size=whole(hf, "vocab_size"),
+        num_layers=whole(hf, "num_hidden_layers"),
+        block_size=whole(fields, "block_size", 2) - 1,  # theirs counts the anchor
+        target_layer_ids=wholes(fields, "target_layer_ids"),
+        mask_token=whole(fields, "mask_token_id", 0),
         predict_from_anchor=False,
-        head=Markov(rank=rank, gate="linear") if rank else None,
         embedding_scale=fields.get("input_embedding_scale"),
         logit_multiplier=float(fields.get("output_multiplier") or 1.0),
         logit_softcap=fields.get("final_logit_softcapping") or None,
-        convolution=_convolution(fields) if is_second else None,
-        windows=windows if any(windows) else (),
-        causal=_causal(fields, windows),
-        candidates=required(fields, "selector_top_k") if is_second else 0,
+        windows=sizes if any(sizes) else (),
+        causal=_causal(fields, sizes),
     )
 
 
-def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
-    nested = hf.get("dflash_config") or {}
+def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of both levels; a conflict is an error that says both values."""
+    nested = part(hf, "dflash_config")
     conflicts = [n for n in nested if hf.get(n) is not None and hf[n] != nested[n]]
     if conflicts:
-        raise CheckpointError(f"dflash_config and the top level disagree about {conflicts}")
+        said = (f"{n} = {hf[n]!r} and {nested[n]!r}" for n in conflicts)
+        raise CheckpointError(f"the top level and dflash_config disagree: {'; '.join(said)}")
     return {**hf, **nested}
 
 
-def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
-    layers = required(hf, "num_hidden_layers")
+    layers = whole(hf, "num_hidden_layers")
     kinds = hf.get("layer_types") or ["full_attention"] * layers
     if len(kinds) != layers:
         raise CheckpointError(f"layer_types has {len(kinds)} entries, num_hidden_layers = {layers}")
@@ -82,9 +102,7 @@ def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
             f"layer_types has {unknown}: supported are full_attention, sliding_attention"
         )
     sliding = "sliding_attention" in kinds
-    window = required(hf, "sliding_window") if sliding else None
-    if sliding and (type(window) is not int or window < 1):
-        raise CheckpointError(f"sliding_window = {window!r}: must be a whole number, at least 1")
+    window = whole(hf, "sliding_window") if sliding else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -96,11 +114,16 @@ def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple
     return layers if any(layers) else ()
 
 
-def _convolution(fields: Mapping[str, Any]) -> Convolution:
-    return Convolution(
-        kernel_size=required(fields, "conv_kernel_size"),
-        group_size=required(fields, "conv_group_size"),
-    )
+def selector(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlash-2's part of a drafter's config: the Selector and its local convolutions."""
+    return {
+        "head": Markov(rank=whole(fields, "selector_rank"), gate="linear"),
+        "candidates": whole(fields, "selector_top_k"),
+        "convolution": Convolution(
+            kernel_size=whole(fields, "conv_kernel_size"),
+            group_size=whole(fields, "conv_group_size"),
+        ),
+    }
 
 
 def name(path: str) -> str:
@@ -110,9 +133,9 @@ def name(path: str) -> str:
     return path
 
 
-def read(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:
+def read(folder: Path, dtype: DTypeLike = jnp.float32, is_second: bool | None = None) -> Drafter:
     """A z-lab drafter; codebooks may be named with `.weight` or without."""
-    config = drafter_config(read_json(folder / "config.json"))
+    config = drafter_config(read_json(folder / "config.json"), is_second)
     tensors = {
         re.sub(r"_codebook\.weight$", "_codebook", n): t for n, t in read_folder(folder).items()
     }
@@ -133,33 +156,46 @@ def write(
     export.refuse("DFlash-2" if is_second else "DFlash", _objections(drafter.config))
     drafter = with_convolutions(drafter) if is_second else drafter
     c = drafter.config
-    nested = {
-        "target_layer_ids": list(c.target_layer_ids),
-        "mask_token_id": c.mask_token,
-        "block_size": c.block_size + 1,
+    nested = selector_fields(c) if is_second else {}
+    fields = {
+        "architectures": [ARCHITECTURES[is_second]],
+        **backbone_fields(c, target, dtype, nested),
     }
+    export.write(folder, fields, export.tensors_of(drafter, name, dtype), card)
+
+
+def backbone_fields(
+    c: DrafterConfig, target: TargetConfig, dtype: DTypeLike, nested: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything but the architecture; `nested` are a head's own fields."""
     said = {
         "output_multiplier": c.logit_multiplier if c.logit_multiplier != 1 else None,
         "final_logit_softcapping": c.logit_softcap,
         "input_embedding_scale": c.embedding_scale,
     }
-    nested |= {name: value for name, value in said.items() if value is not None}
-    if is_second:
-        nested |= {
-            "selector_rank": c.head.rank,
-            "selector_top_k": c.candidates or _TOP_K,
-            "conv_kernel_size": c.convolution.kernel_size,
-            "conv_group_size": c.convolution.group_size,
-        }
-    fields = {
-        "architectures": [ARCHITECTURES[is_second]],
+    return {
         **export.backbone_fields(c, target.max_length, dtype),
         "num_target_layers": target.num_layers,
-        "block_size": c.block_size + 1,
+        "block_size": c.num_inputs,
         "is_causal": any(c.causal),
-        "dflash_config": nested,
+        "dflash_config": {
+            "target_layer_ids": list(c.target_layer_ids),
+            "mask_token_id": c.mask_token,
+            "block_size": c.num_inputs,
+            **{name: value for name, value in said.items() if value is not None},
+            **nested,
+        },
     }
-    export.write(folder, fields, export.tensors_of(drafter, name, dtype), card)
+
+
+def selector_fields(c: DrafterConfig) -> dict[str, int]:
+    """Fields of a Selector and its convolutions."""
+    return {
+        "selector_rank": c.head.rank,
+        "selector_top_k": c.candidates or _TOP_K,
+        "conv_kernel_size": c.convolution.kernel_size,
+        "conv_group_size": c.convolution.group_size,
+    }
 
 
 def with_convolutions(drafter: Drafter) -> Drafter:
@@ -168,25 +204,32 @@ def with_convolutions(drafter: Drafter) -> Drafter:
         return drafter
     width = drafter.config.geometry.width
     group = next(size for size in (16, 8, 4, 2, 1) if width % size == 0)
-    config = dataclasses.replace(drafter.config, convolution=Convolution(group_size=group))
-    dtype = drafter.backbone.fc.weight[...].dtype
-    fresh = jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))()
-    known = dict(nnx.to_flat_state(nnx.state(drafter)))
-    merged = [(p, known.get(p, v)) for p, v in nnx.to_flat_state(nnx.state(fresh))]
-    return nnx.merge(nnx.graphdef(fresh), nnx.from_flat_state(merged))
+    return rebuilt(
+        drafter, dataclasses.replace(drafter.config, convolution=Convolution(group_size=group))
+    )
 
 
 def _objections(c: DrafterConfig) -> list[str]:
     """What this format has no field for."""
-    reasons = export.unlike_qwen3(c)
+    reasons = backbone_objections(c)
     if c.predict_from_anchor:
         reasons.append("predict_from_anchor = True: its blocks are the anchor and masks")
     if c.head is not None and getattr(c.head, "gate", None) != "linear":
         reasons.append(f"head = {c.head}: H h has no bias, so only a linear gate is a Selector")
-    if c.confidence is not None:
-        reasons.append(f"confidence = {c.confidence}")
     if c.head is None and c.convolution is not None:
         reasons.append("convolutions without a Selector")
+    if c.head is None and c.candidates:
+        reasons.append(f"candidates = {c.candidates} without a Selector")
+    return reasons
+
+
+def backbone_objections(c: DrafterConfig) -> list[str]:
+    """What neither DFlash, DFlash-2 nor Domino have a field for."""
+    reasons = export.unlike_qwen3(c)
+    if c.confidence is not None:
+        reasons.append(f"confidence = {c.confidence}")
+    if c.draft_vocab_size:
+        reasons.append(f"draft_vocab_size = {c.draft_vocab_size}: it drafts all tokens")
     if len(set(c.windows) - {None}) > 1:
         reasons.append(f"windows = {c.windows}: one size for all sliding layers")
     if len(set(c.causal)) > 1:

@@ -120,6 +120,18 @@ def test_windows_and_causal_blocks_of_a_drafter_are_lossless(greedy, drafted):
     assert sum(g.survived[0] for g in generations) < sum(g.rounds for g in generations) / 2
 
 
+def test_a_reduced_vocabulary_leaves_greedy_output_untouched(
+    greedy, shallow_target, build_drafter, commonest
+):
+    """It knows every other token; drafts of those it knows may stand."""
+    drafter = nnx.clone(build_drafter(head=Markov(rank=4), draft_vocab_size=48))
+    tokens = jnp.arange(48) * 2 + commonest % 2
+    drafter.heads.draft_tokens.set_value(tokens)
+    drafter.heads.lm_head.set_value(shallow_target.head[tokens])
+    one = engine(shallow_target, drafter, **SHAPES)
+    assert_untouched(one.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
+
+
 def test_fewer_drafts_than_the_block_holds(greedy, drafted, shallow_target, build_drafter):
     """C26: two of four stand as often as the first two of four; more than four are refused."""
     drafter, prompts = build_drafter(block_size=4), [PROMPTS[12]]

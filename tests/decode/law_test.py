@@ -42,6 +42,7 @@ DRAFTERS = {
     "another law": np.roll(TARGET, 1, axis=0) * 0.8,
     "the target's law": TARGET,
     "the opposite law": -2 * TARGET,
+    "tokens 0 and 2 alone": np.where(np.arange(VOCABULARY) == 1, -np.inf, 2 * TARGET),
 }
 
 
@@ -190,6 +191,24 @@ def test_the_law_holds_for_every_head_with_and_without_candidates(head, cut):
 
 
 @pytest.mark.parametrize(
+    ("head", "cut"),
+    [
+        ("none", "vocabulary"),
+        ("vanilla", "vocabulary"),
+        ("gated", "associative"),
+        ("linear", "widened"),
+        ("rnn", "two candidates"),
+        ("domino", "vocabulary"),
+    ],
+)
+def test_the_law_holds_for_drafters_of_a_reduced_vocabulary(head, cut):
+    """They never draft token 1, and look at ids of the target's vocabulary."""
+    proposer, params = head_drafter(HEADS[head], CUTS[cut], size=3, drafted=(0, 2))
+    cells = sampled_outputs(proposer, params, how_of(MANY, 1.0, top_p=0.9))
+    assert_follows(cells, plain_law(laws_of(TARGET, 1.0, top_p=0.9)))
+
+
+@pytest.mark.parametrize(
     ("head", "size", "temperature", "filters"),
     [
         ("vanilla", 1, 0.3, {"top_k": 2}),
@@ -205,11 +224,15 @@ def test_filters_act_behind_the_cut_to_candidates(head, size, temperature, filte
     assert_follows(cells, plain_law(laws_of(TARGET, temperature, **filters)))
 
 
-def head_drafter(head, cut: Candidates, size: int, width: int = 4):
-    """A proposer with a random head over random hidden states, and its parameters."""
+def head_drafter(head, cut: Candidates, size: int, width: int = 4, drafted: tuple = ()):
+    """A proposer with a random head over random hidden states, and its parameters.
+
+    It drafts all tokens, or those that are named.
+    """
     draws = np.random.default_rng(3)
     geometry = dataclasses.replace(DRAFTER.geometry, width=width)
-    change = {"geometry": geometry, "vocab_size": VOCABULARY, "head": head, "confidence": None}
+    change = {"geometry": geometry, "vocab_size": VOCABULARY, "mask_token": 0, "confidence": None}
+    change |= {"head": head, "draft_vocab_size": len(drafted)}
     config = dataclasses.replace(DRAFTER, **change)
     shapes = nnx.eval_shape(lambda: Heads(config, jnp.float32, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(shapes)
@@ -218,7 +241,12 @@ def head_drafter(head, cut: Candidates, size: int, width: int = 4):
         return jnp.asarray(draws.normal(size=shape), jnp.float32)
 
     lent = Lent(embedding=some(VOCABULARY, width), head=some(VOCABULARY, width))
-    params = jax.tree.map(lambda x: some(*x.shape), state), lent, some(8, size, width)
+
+    def value(x):
+        is_table = x.dtype == jnp.int32
+        return jnp.asarray(drafted, jnp.int32) if is_table else some(*x.shape)
+
+    params = jax.tree.map(value, state), lent, some(8, size, width)
     return doubles.HeadDrafter(graphdef, size, cut), params
 
 

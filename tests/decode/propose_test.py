@@ -104,6 +104,40 @@ def test_the_law_is_zero_outside_the_candidates_and_sums_to_one(heads, lent, blo
     assert not outside.any()
 
 
+@pytest.mark.parametrize("cut", [{}, {"count": 6}, {"count": 3, "widen": 2}], ids=str)
+def test_a_reduced_vocabulary_is_a_mask_over_the_whole(heads, lent, block, cut):
+    """Same tokens, by their ids in the target's vocabulary; other tokens have no probability."""
+    if cut.get("widen") and not hasattr(heads.head, "gate"):
+        return
+    anchors, hidden, base, keys = block
+    tokens = np.sort(np.random.default_rng(2).permutation(VOCABULARY)[:40])
+    masked = jnp.full_like(base, -jnp.inf).at[..., tokens].set(base[..., tokens])
+    few = reduced(heads, lent, tokens)
+    own = few.base_logits(lent, hidden)
+    chex.assert_trees_all_close(own, base[..., tokens], atol=1e-4)
+    whole = drafted(heads, lent, (anchors, hidden, masked, keys), None, **cut)
+    given = few, lent, (anchors, hidden, own, keys)
+    np.testing.assert_array_equal(drafted(*given, None, **cut).tokens, whole.tokens)
+    probs = np.asarray(drafted(*given, SAMPLED, **cut).probs)
+    assert probs.shape == base.shape and not np.delete(probs, tokens, -1).any()
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
+
+
+def reduced(heads: Heads, lent: Lent, tokens: np.ndarray) -> Heads:
+    """The same heads over some tokens, with those rows of the lm head as their own."""
+    config = dataclasses.replace(heads.config, draft_vocab_size=len(tokens))
+    few = nnx.eval_shape(lambda: Heads(config, jnp.float32, rngs=nnx.Rngs(0)))
+    known = dict(nnx.to_flat_state(nnx.state(heads)))
+    rows = {("lm_head",): lent.head[tokens], ("draft_tokens",): jnp.asarray(tokens, jnp.int32)}
+    if ("head", "w2") in known:
+        rows["head", "w2"] = known["head", "w2"][...][tokens]
+    filled = [
+        (path, variable.replace(rows[path] if path in rows else known[path][...]))
+        for path, variable in nnx.to_flat_state(nnx.state(few))
+    ]
+    return nnx.merge(nnx.graphdef(few), nnx.from_flat_state(filled))
+
+
 @pytest.mark.parametrize("name", ["none", "rnn", "domino"])
 def test_widening_needs_a_transition_bias(name, lent, block, tiny_drafter):
     with pytest.raises(ValueError, match="widen = 2 needs a Markov head"):
@@ -166,7 +200,8 @@ def runner(shape, name, walk):
     """Draft and, along it, corrected logits by the definition; compiled once a shape and head."""
     rows, size, vocabulary, rank, count = shape
     head = HEADS[name] and dataclasses.replace(HEADS[name], rank=rank)
-    config = dataclasses.replace(DRAFTER, vocab_size=vocabulary, head=head, confidence=None)
+    change = {"vocab_size": vocabulary, "mask_token": 0, "head": head, "confidence": None}
+    config = dataclasses.replace(DRAFTER, **change)
     cut = Candidates(count=count, walk=walk)
     graphdef, shapes = nnx.split(
         nnx.eval_shape(lambda: Heads(config, jnp.float32, rngs=nnx.Rngs(0)))

@@ -165,8 +165,8 @@ def test_prompts_without_room_are_not_asked(run, http):
     assert [body["max_tokens"] for body, _ in http.asked] == [9]
 
 
-def test_the_mode_is_asked_for(run, http, settings):
-    run(PROMPTS[:1], settings=dataclasses.replace(settings, thinking="off"))
+def test_the_mode_is_asked_for(run, http):
+    run(PROMPTS[:1], options=dataclasses.replace(OPTIONS, thinking=False))
     assert http.asked[0][0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from dspark_jax.config import Options
 from dspark_jax.decode.answer import answers, read_prompts
 from dspark_jax.prepare import ledger
 from dspark_jax.prepare.session import Settings, prepare
@@ -120,10 +121,11 @@ def test_nothing_but_drops_is_an_error(write, subject, settings, tmp_path):
         prepare(write({"tokens": [1, 2], "reply_start": 1}), tmp_path / "run", subject, settings)
 
 
-@pytest.mark.parametrize(("thinking", "mark"), [("on", "!"), ("off", "?")])
+@pytest.mark.parametrize(("thinking", "mark"), [(True, "!"), (False, "?")])
 def test_the_mode_reaches_the_template_and_the_manifest(write, subject, tmp_path, thinking, mark):
-    settings = Settings(batch_size=3, min_supervised=2, thinking=thinking)
-    manifest = prepare(write({"turns": ["hi"]}), tmp_path / "run", subject, settings, OPTIONS)
+    settings = Settings(batch_size=3, min_supervised=2)
+    options = dataclasses.replace(OPTIONS, thinking=thinking)
+    manifest = prepare(write({"turns": ["hi"]}), tmp_path / "run", subject, settings, options)
     assert manifest.mode == {"system": None, "thinking": thinking}
     (sample,) = Shards(tmp_path / "run")
     prompt = sample.tokens[~sample.loss_mask].tolist()
@@ -132,12 +134,13 @@ def test_the_mode_reaches_the_template_and_the_manifest(write, subject, tmp_path
 
 def test_a_switch_that_the_template_lacks_is_refused(write, subject, tmp_path):
     tokenizer = dataclasses.replace(subject.tokenizer, chat_template="{{ messages }}")
-    with pytest.raises(ValueError, match="thinking = 'off': this chat template"):
+    with pytest.raises(ValueError, match="thinking = False: this chat template"):
         prepare(
             write({"turns": ["hi"]}),
             tmp_path,
             dataclasses.replace(subject, tokenizer=tokenizer),
-            Settings(thinking="off"),
+            Settings(),
+            Options(thinking=False),
         )
 
 

@@ -1,6 +1,8 @@
 """New drafters: what fits a target, and what the first parameters are."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import chex
 import jax
@@ -10,10 +12,12 @@ import pytest
 from flax import nnx
 
 from dspark_jax.config import DrafterRecipe, Experts, spread_layers
+from dspark_jax.nn.drafter import Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import initial
-from dspark_jax.weights import native
+from dspark_jax.weights import deepspec, native, speculators
 
+GOLDENS = Path(__file__).parent.parent / "goldens"
 RECIPE = DrafterRecipe(num_layers=1, mask_token=96, target_layer_ids=(1, 2))
 build = jax.jit(initial.drafter, static_argnums=(0, 3))
 
@@ -143,3 +147,21 @@ def test_a_drafter_may_continue_another_with_another_block_size(tiny_target, tmp
     deeper = initial.drafter_config(dataclasses.replace(recipe, num_layers=2), tiny_target.config)
     with pytest.raises(ValueError, match=r"does not fit: num_layers is 1 there, 2 here"):
         initial.continued(deeper, tmp_path)
+
+
+def test_a_released_drafter_in_another_format_may_be_continued(tiny_target, tmp_path):
+    """K15: its parameters are where training starts; the target's copies in it are not."""
+    config = initial.drafter_config(RECIPE, tiny_target.config)
+    first = build(config, jax.random.key(3), tiny_target, "random")
+    lent = Lent(embedding=tiny_target.embed_tokens[...], head=tiny_target.head)
+    deepspec.write(tmp_path, first, lent, tiny_target.config, jnp.float32)
+    again = initial.continued(config, tmp_path)
+    chex.assert_trees_all_equal(nnx.state(again), nnx.state(first))
+
+
+def test_a_reduced_vocabulary_is_not_continued():
+    golden = GOLDENS / "speculators_dspark_reduced_vocab"
+    theirs = speculators.drafter_config(json.loads((golden / "config.json").read_text()))
+    same = dataclasses.replace(theirs, draft_vocab_size=0)
+    with pytest.raises(ValueError, match="draft_vocab_size is 40 there, 0 here"):
+        initial.continued(same, golden)

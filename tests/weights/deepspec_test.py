@@ -40,8 +40,6 @@ def test_rank_zero_has_no_head_and_still_predicts_from_the_anchor(hf):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["OtherModel"]}, "architectures = 'OtherModel'"),
-        ({"architectures": None}, "architectures = None"),
         ({"markov_rank": -1}, "markov_rank = -1"),
         ({"markov_rank": None}, "no `markov_rank`"),
         ({"markov_head_type": "new"}, "markov_head_type = 'new'"),

@@ -10,62 +10,75 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from dspark_jax.config import Convolution, Domino, Markov
+from dspark_jax.config import (
+    Confidence,
+    Convolution,
+    Domino,
+    Markov,
+    Recurrent,
+    Rotary,
+    TargetConfig,
+)
 from dspark_jax.nn.drafter import Drafter, Lent
-from dspark_jax.weights import deepspec, zlab
+from dspark_jax.weights import deepspec, formats, gemma4, specforge, speculators, targets, zlab
+from dspark_jax.weights.rotary import rotaries
 from dspark_jax.weights.tensors import CheckpointError
 
 from ..conftest import DRAFTER, TARGET
+from .conftest import PLAIN, drafter_of, theirs_of
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-THEIRS = {"num_layers": 8, "max_length": 256}
-PLAIN = {"head": None, "predict_from_anchor": False}
+THEIRS = dataclasses.replace(TARGET, num_layers=8, max_length=256)
+INTERLEAVED = Rotary(theta=1e4, interleaved=True)
 
 
-def theirs_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
-def again(folder: Path, out: Path) -> None:
+def again(folder: Path, out: Path, target: TargetConfig = THEIRS) -> None:
     """Reads and writes a drafter in its own format."""
-    target = dataclasses.replace(TARGET, **THEIRS)
-    if folder.name.startswith("dspark"):
-        drafter, lent = deepspec.read(folder)
-        deepspec.write(out, drafter, lent, target, jnp.float32)
-    else:
-        zlab.write(out, zlab.read(folder), target, jnp.float32)
+    kind = formats.format_of(folder)
+    drafter, lent = formats.read(folder, kind)
+    formats.write(out, kind, drafter, target, lent, jnp.float32, "card")
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(p.name for p in GOLDENS.iterdir() if p.name.startswith(("dspark_qwen3", "dflash"))),
-)
-def test_theirs_through_ours_is_theirs(name, tmp_path):
-    folder, out = GOLDENS / name, tmp_path / "out"
-    again(folder, out)
+def assert_same_tensors(folder: Path, out: Path) -> None:
     before, after = (load_file(f / "model.safetensors") for f in (folder, out))
     assert before.keys() == after.keys()
     for tensor, value in before.items():
         assert value.dtype == after[tensor].dtype
         np.testing.assert_array_equal(value, after[tensor])
-    read = deepspec.drafter_config if name.startswith("dspark") else zlab.drafter_config
-    assert read(theirs_of(out)) == read(theirs_of(folder))
-    shared = theirs_of(folder).keys() & theirs_of(out).keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        p.name
+        for p in GOLDENS.iterdir()
+        if p.name.startswith(("dspark_qwen3", "dflash", "speculators"))
+    ),
+)
+def test_theirs_through_ours_is_theirs(name, tmp_path):
+    """K01, K02, K14: tensors byte for byte, and every field that both configs have."""
+    folder, out = GOLDENS / name, tmp_path / "out"
+    again(folder, out)
+    assert_same_tensors(folder, out)
+    kind = formats.format_of(folder)
+    assert formats.format_of(out) == kind
+    assert formats.read(out, kind)[0].config == formats.read(folder, kind)[0].config
+    assert differing(theirs_of(folder), theirs_of(out)) == set()
+
+
+def differing(theirs: dict, ours: dict) -> set[str]:
+    """Fields that both have and that say different things."""
     free = {"dtype", "use_sliding_window", "is_causal"}  # of no consequence, or said anew
-    differ = {f for f in shared - free if theirs_of(folder)[f] != theirs_of(out)[f]}
-    assert differ == set()
-
-
-def drafter_of(**change) -> Drafter:
-    """Random parameters from NumPy: nothing to compile."""
-    config = dataclasses.replace(DRAFTER, **{"confidence": None, **change})
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
-    draws = np.random.default_rng(0)
-    return nnx.merge(
-        graphdef, jax.tree.map(lambda x: jnp.asarray(draws.normal(size=x.shape), x.dtype), state)
-    )
+    found = set()
+    for field in (theirs.keys() & ours.keys()) - free:
+        a, b = theirs[field], ours[field]
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= differing(a, b)
+        elif a != b:
+            found.add(field)
+    return found
 
 
 def test_a_linear_head_without_convolutions_is_written_with_identities(tmp_path):
@@ -91,10 +104,79 @@ def test_factors_on_taps_are_folded_into_the_projection(tmp_path, key):
     chex.assert_trees_all_close(*both, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_shifted", [True, False])
+def test_domino_through_its_format_is_itself(is_shifted, tmp_path):
+    """Shifted labels: as many tokens as rows; otherwise the anchor's row predicts nothing."""
+    drafter = drafter_of(head=Domino(rank=5, gru_width=6), predict_from_anchor=is_shifted)
+    first, second = tmp_path / "first", tmp_path / "second"
+    specforge.write(first, drafter, TARGET, jnp.float32)
+    fields = theirs_of(first)
+    assert fields["block_size"] == fields["dflash_config"]["block_size"] == 4 + (not is_shifted)
+    read = specforge.read(first)
+    assert read.config == drafter.config
+    known = dict(nnx.to_flat_state(nnx.state(read)))
+    for path, variable in nnx.to_flat_state(nnx.state(drafter)):
+        np.testing.assert_array_equal(known[path][...], variable[...])
+    again(first, second, TARGET)
+    assert_same_tensors(first, second)
+    assert theirs_of(first) == theirs_of(second)
+
+
+def test_domino_s_head_is_named_as_specforge_names_it(tmp_path):
+    """The golden's four tensors, older files' prefix included."""
+    drafter = drafter_of(head=Domino(rank=5, gru_width=6))
+    specforge.write(tmp_path, drafter, TARGET, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    golden = load_file(GOLDENS / "domino_head_shift" / "model.safetensors")
+    assert golden.keys() <= tensors.keys()
+    old = {f"logit_head.{n}" if n in golden else n: x for n, x in tensors.items()}
+    save_file(old, tmp_path / "model.safetensors")
+    assert specforge.read(tmp_path).config == drafter.config
+
+
+def gemma() -> Drafter:
+    """Five layers of Gemma4's full-attention geometry."""
+    geometry = dataclasses.replace(gemma4.full_geometry(GEMMA, rotaries(GEMMA)[0]), mlp_width=8)
+    scale = geometry.width**0.5
+    return drafter_of(
+        geometry=geometry,
+        num_layers=5,
+        embedding_scale=scale,
+        logit_softcap=30.0,
+        confidence=Confidence(),
+    )
+
+
+GEMMA = json.loads((GOLDENS / "target_gemma4" / "config.json").read_text())
+
+
+def test_gemma4_drafters_have_the_published_74_tensors(tmp_path):
+    drafter, table = gemma(), jnp.zeros((97, 48))
+    target = targets.target_config(GEMMA)
+    first, second = tmp_path / "first", tmp_path / "second"
+    lent = Lent(embedding=table, head=table)
+    deepspec.write(first, drafter, lent, target, jnp.float32)
+    tensors = load_file(first / "model.safetensors")
+    assert len(tensors) == 74
+    layer = {n.removeprefix("layers.0.") for n in tensors if n.startswith("layers.0.")}
+    assert {"pre_feedforward_layernorm.weight", "layer_scalar"} < layer
+    assert "self_attn.v_proj.weight" not in layer
+    fields = theirs_of(first)
+    assert (fields["architectures"], fields["model_type"]) == (["Gemma4DSparkModel"], "gemma4_text")
+    assert fields["global_head_dim"] == 32 and fields["head_dim"] == 16
+    read, _ = deepspec.read(first)
+    assert read.config == drafter.config
+    deepspec.write(second, read, lent, target, jnp.float32)
+    assert_same_tensors(first, second)
+    assert theirs_of(first) == theirs_of(second)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_dtype_is_in_tensors_and_config(dtype, tmp_path):
     zlab.write(tmp_path, drafter_of(**PLAIN), TARGET, jnp.dtype(dtype))
-    assert theirs_of(tmp_path)["dtype"] == dtype
+    assert theirs_of(tmp_path)["dtype"] == dtype  # K04
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {str(x.dtype) for x in stored.values()} == {dtype}
     read = zlab.read(tmp_path, jnp.dtype(dtype))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read))} == {jnp.dtype(dtype)}
 
@@ -123,6 +205,30 @@ def test_the_dtype_is_in_tensors_and_config(dtype, tmp_path):
             {"geometry": dataclasses.replace(DRAFTER.geometry, qk_norm=False)},
             deepspec,
             ["geometry.qk_norm = False"],
+        ),
+        (
+            {
+                "geometry": dataclasses.replace(
+                    DRAFTER.geometry, rotary=Rotary(1e4, interleaved=True)
+                )
+            },
+            zlab,
+            ["geometry.rotary.interleaved = True"],
+        ),
+        (
+            {"head": Domino(rank=4, gru_width=5), "embedding_scale": 2.0, "windows": (4, 8)},
+            speculators,
+            ["head = Domino", "embedding_scale = 2.0", "one size for all sliding layers"],
+        ),
+        (
+            {"head": Markov(rank=4, gate="linear"), "draft_vocab_size": 9},
+            speculators,
+            ["dflash2's blocks are the anchor and masks", "dflash2 drafts all tokens"],
+        ),
+        (
+            {"head": Recurrent(rank=4), "candidates": 4, "draft_vocab_size": 9},
+            specforge,
+            ["head = Recurrent", "candidates = 4", "draft_vocab_size = 9"],
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Names and folders -> models; a drafter's own embedding and lm head must be the target's."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,9 +10,13 @@ from flax import nnx
 from safetensors.flax import load_file, save_file
 
 from dspark_jax.config import Geometry, Rotary, TargetConfig
+from dspark_jax.nn.drafter import check_pair
 from dspark_jax.nn.target import Target
 from dspark_jax.weights.load import load_drafter, load_target
 from dspark_jax.weights.tensors import CheckpointError
+
+from ..conftest import TARGET
+from .conftest import drafter_of
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "dspark_qwen3_vanilla"
 
@@ -74,3 +79,22 @@ def test_an_unknown_target_is_named_with_what_is_known():
 @pytest.mark.parametrize("name", ["dflash_qwen3", "dflash2_qwen3"])
 def test_z_labs_drafters_are_told_apart_by_their_architecture(name):
     assert not load_drafter(str(GOLDEN.parent / name)).config.predict_from_anchor
+
+
+@pytest.mark.parametrize("tokens", [[-1, 3], [3, 3], [3, 200]])
+def test_draft_tokens_must_be_tokens_of_the_target(tokens):
+    """C33: JAX clamps ids outside a table, so that none may get there."""
+    drafter = drafter_of(draft_vocab_size=2)
+    drafter.heads.draft_tokens.set_value(jnp.asarray(tokens, jnp.int32))
+    with pytest.raises(ValueError, match="must ascend within the target's 0..96"):
+        check_pair(drafter, TARGET)
+
+
+def test_a_drafter_is_checked_against_its_target_when_it_is_loaded(target, tmp_path):
+    """K09: a tap of a layer the target has not."""
+    folder = shutil.copytree(GOLDEN.parent / "dflash_qwen3", tmp_path / "drafter")
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [1, 3, 48]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"target_layer_ids \[48\] are outside"):
+        load_drafter(str(folder), target)

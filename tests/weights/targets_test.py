@@ -148,7 +148,7 @@ def test_a_tied_target_ignores_a_stored_lm_head(qwen):
     assert target.lm_head is None
 
 
-@pytest.mark.parametrize("fault", ["missing", "unclaimed", "misshapen"])
+@pytest.mark.parametrize("fault", ["missing", "unclaimed", "wrong"])
 def test_every_wrong_tensor_is_named(qwen, fault):
     config, tensors = qwen
     wrong = dict(tensors)
@@ -159,7 +159,7 @@ def test_every_wrong_tensor_is_named(qwen, fault):
         case "unclaimed":
             name = "model.layers.4.mlp.up_proj.weight"
             wrong[name] = np.zeros((80, 48), np.float32)
-        case "misshapen":
+        case "wrong":
             name = "model.norm.weight"
             wrong[name] = np.zeros((49,), np.float32)
     with pytest.raises(CheckpointError, match=f"{fault} tensors: {name}"):

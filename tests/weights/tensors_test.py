@@ -41,7 +41,7 @@ def test_all_complaints_come_at_once():
         fill(build, tensors, lambda path: path, jnp.float32)
     assert str(error.value) == (
         "missing tensors: bias; unclaimed tensors: other; "
-        "misshapen tensors: weight is (3, 2), expected (2, 3)"
+        "wrong tensors: weight is (3, 2), expected (2, 3)"
     )
 
 

@@ -1,15 +1,24 @@
 """z-lab's DFlash and DFlash-2: what their fields mean, and what is refused."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import chex
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
-from dspark_jax.config import Convolution, Markov
+from dspark_jax.config import Convolution, Markov, Rotary
 from dspark_jax.decode.draft import proposer
 from dspark_jax.decode.propose import Candidates
 from dspark_jax.weights import zlab
 from dspark_jax.weights.tensors import CheckpointError
+
+from ..conftest import TARGET
+from .conftest import PLAIN, drafter_of
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -33,7 +42,7 @@ def test_block_size_counts_their_anchor_and_the_selector_is_a_linear_gate(hf):
     ("changes", "complaint"),
     [
         ({"architectures": ["Other"]}, "architectures = 'Other'"),
-        ({"block_size": 9}, r"disagree about \['block_size'\]"),
+        ({"block_size": 9}, "disagree: block_size = 9 and 8"),
         ({"layer_types": ["sliding_attention", "other"]}, r"layer_types has \['other'\]"),
         ({"layer_types": ["sliding_attention"] * 2}, "no `sliding_window`"),
         (
@@ -67,3 +76,47 @@ def test_sliding_layers_are_causal_unless_the_checkpoint_says_otherwise(said, wi
     mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     config = zlab.drafter_config({**plain, **mixed, **said})
     assert (config.windows, config.causal) == (windows, causal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary"),
+    [
+        ({"rope_theta": 1e7}, Rotary(theta=1e7)),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}, Rotary(theta=1e7)),
+        ({"rope_theta": 1e7, "rope_scaling": None}, Rotary(theta=1e7)),
+        (
+            {"rope_theta": 1e7, "rope_scaling": {"type": "linear", "factor": 2}},
+            Rotary(theta=1e7, scaling="linear", factor=2.0),
+        ),
+        ({"rope_theta": 1e7, "rope_scaling": {"type": "spiral", "factor": 2}}, "'spiral'"),
+        ({}, "no rope_theta"),
+        ({"rope_theta": 1e7, "partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+    ],
+)
+def test_a_rotary_base_is_found_wherever_it_stands(hf, changes, rotary):
+    """T11-T13: flat, nested or legacy; nothing is assumed, and whole heads turn."""
+    changed = {name: value for name, value in hf.items() if name != "rope_parameters"} | changes
+    if isinstance(rotary, str):
+        with pytest.raises(CheckpointError, match=rotary):
+            zlab.drafter_config(changed)
+    else:
+        found = zlab.drafter_config(changed).geometry.rotary
+        assert dataclasses.replace(found, original_length=0) == rotary
+
+
+def test_fc_is_as_wide_as_the_taps_not_as_the_layers_are_many(tmp_path):
+    """K03: one layer, three taps."""
+    drafter = drafter_of(num_layers=1, target_layer_ids=(0, 1, 3), **PLAIN)
+    zlab.write(tmp_path, drafter, TARGET, jnp.float32)
+    read = zlab.read(tmp_path)
+    assert read.config == drafter.config and read.backbone.fc.weight[...].shape == (32, 96)
+
+
+def test_codebooks_may_be_named_as_embeddings_are(tmp_path):
+    """K13: with `.weight`, as one of their classes saves them, or without."""
+    folder = shutil.copytree(GOLDENS / "dflash2_qwen3", tmp_path / "drafter")
+    plain = zlab.read(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"{n}.weight" if n.endswith("_codebook") else n: x for n, x in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    chex.assert_trees_all_equal(nnx.state(zlab.read(folder)), nnx.state(plain))
