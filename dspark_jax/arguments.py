@@ -82,6 +82,7 @@ class Audit:
     max_length: int = 512  # tokens a conversation, cut on the right
 
 
+@dataclasses.dataclass(frozen=True)
 class Prepare:
     """Have the target answer prompts, and write training shards; a stopped run goes on."""
 

@@ -14,7 +14,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
 from dspark_jax.weights import assets, card, formats, gguf, hub, targets
 from dspark_jax.weights.formats import Format
-from dspark_jax.weights.tensors import CheckpointError
+from dspark_jax.weights.tensors import CheckpointError, read_json
 
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
 
