@@ -63,7 +63,7 @@ def _samples(
     if args.data is not None:
         config = dataclasses.replace(config, data=str(args.data), holdout=0, evaluate_every=0)
     corpus, _ = holdout.split(session.read_corpus(config, target), config.holdout, config.seed)
-    order = np.random.default_rng(0).permutation(len(corpus.conversations))[: args.samples]
+    order = np.random.default_rng(0).permutation(len(corpus.conversations))[: args.samples].tolist()
     chosen = [corpus.conversations[i] for i in order]
     return [
         c.replace(tokens=c.tokens[: args.max_length], loss_mask=c.loss_mask[: args.max_length])

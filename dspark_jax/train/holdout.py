@@ -22,7 +22,7 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
     if not count:
         return corpus, corpus.replace(conversations=[], dropped={})
     conversations = corpus.conversations
-    chosen = np.random.default_rng(seed).permutation(len(conversations))[:count]
+    chosen = np.random.default_rng(seed).permutation(len(conversations))[:count].tolist()
     texts = {conversations[i].tokens.tobytes() for i in chosen}
     kept = [i for i, c in enumerate(conversations) if c.tokens.tobytes() not in texts]
     training = select(conversations, np.asarray(kept, np.int64))

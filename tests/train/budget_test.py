@@ -51,10 +51,10 @@ def planned(micro_target, corpus, tmp_path_factory):
 @pytest.mark.slow
 def test_a_device_of_a_mesh_holds_a_part(planned, micro_target, corpus):
     config, drafter, alone = planned
-    config = dataclasses.replace(config, mesh="data=2,fsdp=2,tensor=2", batch_size=4, num_anchors=8)
+    config = dataclasses.replace(config, mesh="data=2,fsdp=2", batch_size=4, num_anchors=8)
     part = plan.plan(config, nnx.eval_shape(lambda: micro_target), corpus, drafter).memory
-    assert alone.memory.parameters / 8 < part.parameters < alone.memory.parameters
-    assert alone.memory.target / 8 < part.target < alone.memory.target
+    assert alone.memory.parameters / 4 < part.parameters < alone.memory.parameters
+    assert alone.memory.target / 4 < part.target <= alone.memory.target
     assert part.batch == alone.memory.batch * 2 // 4
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.train import holdout
+from dspark_jax.train.data import Stored
 
 
 def names(corpus) -> list[int]:
@@ -26,6 +27,18 @@ def test_copies_of_a_held_out_conversation_are_not_trained_on(corpus):
     training, held = holdout.split(twice, 3, seed=0)
     assert not set(names(training)) & set(names(held))
     assert len(training.conversations) == 2 * (7 - len(set(names(held))))
+
+
+def test_what_is_on_disk_stays_there(corpus):
+    """Split as a list is, and another choice is another corpus to a run that resumes."""
+    sizes = np.asarray([len(c.tokens) for c in corpus.conversations])
+    stored = Stored(load=corpus.conversations.__getitem__, lengths=sizes, fingerprint="x")
+    parts = holdout.split(corpus.replace(conversations=stored), 3, seed=5)
+    for part, held in zip(parts, holdout.split(corpus, 3, seed=5), strict=True):
+        assert isinstance(part.conversations, Stored)
+        assert names(part) == names(held)
+        assert part.conversations.lengths.tolist() == [len(c.tokens) for c in held.conversations]
+    assert len({stored.fingerprint, *(part.conversations.fingerprint for part in parts)}) == 3
 
 
 def test_too_few_conversations_to_train_on_are_refused(corpus):
