@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from dspark_jax.base import Proposer, TargetFunctions
 from dspark_jax.decode.engine import Engine, Generation, Request
 from dspark_jax.decode.generate import Models, Progress, Requests, advance_round
+from dspark_jax.sampling import GREEDY_BELOW
 from dspark_jax.sharding import place_rows
 
 Name = TypeVar("Name")
@@ -51,7 +52,7 @@ def refill(
             chosen, free = free[: len(taken)], free[len(taken) :]
             for i, row in zip(chosen, taken, strict=True):
                 rows[i] = row
-            fresh = _prefill(engine, [request for _, request in taken], group, slots)
+            fresh = _prefill(engine, [request for _, request in taken], group, slots, running)
             where = jnp.asarray(chosen + [batch_size] * (group - len(chosen)), jnp.int32)
             running = _write(running or _empty(engine, fresh, batch_size), fresh, where)
         if len(free) == batch_size:
@@ -92,10 +93,17 @@ def _take(take: Callable[[], tuple[Name, Request] | None], count: int) -> list:
     return taken
 
 
-def _prefill(engine: Engine, requests: list[Request], group: int, slots: int) -> Running:
+def _prefill(
+    engine: Engine, requests: list[Request], group: int, slots: int, running: Running | None
+) -> Running:
     longest = engine.longest(requests)
     if longest > slots:
         raise ValueError(f"slots = {slots}: a request may reach {longest} tokens; give more")
+    greedy = {request.temperature < GREEDY_BELOW for request in requests}
+    if running is not None:
+        greedy.add(running[0].sampling is None)
+    if len(greedy) > 1:
+        raise ValueError("temperature: requests of one refill are all greedy, or all sampled")
     _, _, padded, progress = engine.begin(requests, group, slots)
     return padded, progress
 
@@ -125,8 +133,6 @@ def _empty(engine: Engine, fresh: Running, batch_size: int) -> Running:
 
 def _write(running: Running, fresh: Running, rows: Int[Array, "G"]) -> Running:
     """Puts prefilled rows in the place of finished ones; rows past the end are left out."""
-    if (running[0].sampling is None) != (fresh[0].sampling is None):
-        raise ValueError("temperature: requests of one refill are all greedy, or all sampled")
     parts = _put(_parts(running), _parts(fresh), rows)
     return _whole(parts, running[0].stop_tokens)
 

@@ -88,6 +88,15 @@ def test_a_run_that_is_killed_goes_on(
     assert Shards(tmp_path / "run").manifest == whole.manifest
 
 
+@pytest.mark.slow
+def test_buckets_change_nothing(whole, write, subject, settings, plain, tmp_path):
+    other = dataclasses.replace(
+        subject, engine=lambda: dataclasses.replace(plain, smallest_bucket=32)
+    )
+    prepare(write(*TURNS), tmp_path / "run", other, settings, OPTIONS)
+    assert Shards(tmp_path / "run").fingerprint == whole.fingerprint
+
+
 def test_a_changed_setting_is_named(whole, write, subject, settings):
     path, folder = write(*TURNS), whole.folder
     with pytest.raises(ValueError, match=r"sampling\.temperature was 1\.0, is 0\.5"):
