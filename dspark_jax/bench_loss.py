@@ -13,6 +13,7 @@ from dspark_jax.bench import medians
 from dspark_jax.config import DrafterConfig, Geometry, Losses, Markov, Rotary
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.losses import Supervision, Tally, block_loss, chunk_loss
+from dspark_jax.train.parallel import Vocabulary
 
 LOSSES = Losses(confidence=0.0)  # cross entropy and L1
 
@@ -94,7 +95,7 @@ def inputs(
 def _whole(
     heads: Heads, hidden: Float[Array, "N K D"], given: Supervision, lent: Lent
 ) -> tuple[Float[Array, ""], Tally]:
-    return chunk_loss(LOSSES, heads, hidden, given, lent, None)
+    return chunk_loss(LOSSES, Vocabulary(), heads, hidden, given, lent, None)
 
 
 def _remat(

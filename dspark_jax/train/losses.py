@@ -12,6 +12,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -217,16 +218,48 @@ def block_loss(
     logits), and no gradient flows through it.
     """
     vocabulary = Vocabulary(None if mesh is None else "tensor")
-    term = functools.partial(chunk_loss, losses, vocabulary)
+    term = functools.partial(_row_loss, losses, vocabulary)
     frozen = lent, subset, jnp.asarray(share, jnp.float32)
-    value, tally = _sweep(term, chunk, mesh, heads, hidden, given, frozen)
+    heads, rows = _without_rows(heads, given.prevs)
+    value, tally = _sweep(term, chunk, mesh, heads, (hidden, rows), given, frozen)
     mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
     return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
 
 
+def _without_rows(
+    heads: Heads, prevs: Int[Array, "N K"]
+) -> tuple[Heads, Float[Array, "N K R"] | None]:
+    """Heads without W1, and its rows of the predecessors.
+
+    A sweep then sums no gradient of W1's size: the rows' gradients go to their places once.
+    """
+    if not hasattr(heads.head, "w1"):
+        return heads, None
+    rows = heads.head.rows(prevs)
+    return _with_rows(heads, rows[:0, 0]), rows
+
+
+def _with_rows(heads: Heads, rows: Float[Array, "places R"]) -> Heads:
+    graphdef, params = nnx.split(heads)
+
+    def one(path, leaf):
+        return rows if "'w1'" in jax.tree_util.keystr(path) else leaf
+
+    return nnx.merge(graphdef, jax.tree.map_with_path(one, params))
+
+
+def _row_loss(losses, vocabulary, heads, hidden, given, lent, subset, share):
+    """`chunk_loss` of blocks that bring their rows of W1: each predecessor is its own token."""
+    hidden, rows = hidden
+    if rows is not None:
+        heads = _with_rows(heads, rows.reshape(-1, rows.shape[-1]))
+        given = given.replace(prevs=jnp.arange(given.prevs.size).reshape(given.prevs.shape))
+    return chunk_loss(losses, vocabulary, heads, hidden, given, lent, subset, share)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _sweep(term, chunk, mesh, heads, hidden, given, frozen):
-    """Sum of term(heads, hidden[i], given[i], *frozen) over chunks i."""
+    """Sum of term(heads, hidden[i], given[i], *frozen) over chunks i; `hidden` is a tree."""
     return _sweep_forward(term, chunk, mesh, heads, hidden, given, frozen)[0]
 
 
@@ -258,4 +291,4 @@ def _gradient_sweep(term, chunk, heads, hidden, given, frozen: Frozen):
     one = jax.tree.map(lambda x: x[0], chunks)
     value, (d_heads, _) = jax.eval_shape(lambda one: gradient(heads, *one, *frozen), one)
     sums, d_hidden = jax.lax.scan(body, zeros((value, d_heads)), chunks)
-    return sums, d_hidden.reshape(hidden.shape)
+    return sums, jax.tree.map(lambda d, x: d.reshape(x.shape), d_hidden, hidden)

@@ -113,7 +113,8 @@ def over_devices(sweep: Callable, mesh: Mesh | None, heads: Heads, frozen: Froze
         )
 
     def share(heads, hidden, given, frozen):
-        sums, d_hidden = sweep(varying_as(heads, hidden), hidden, given, frozen)
+        like = jax.tree.leaves(hidden)[0]
+        sums, d_hidden = sweep(varying_as(heads, like), hidden, given, frozen)
         return jax.lax.psum(sums, ROWS), d_hidden
 
     # A subset's rows of W2 are picked by each device; the embedding is read by token.
