@@ -95,6 +95,7 @@ def test_every_statement_holds(name, how):
     assert_all_pass(list(check.check(case, transform)), name)
 
 
+@pytest.mark.slow
 def test_every_statement_holds_for_a_reduced_vocabulary():
     assert_all_pass(list(check.check(make_case("reduced"))), "reduced")
 

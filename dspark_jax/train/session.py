@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
+from dspark_jax.manifest import Manifest
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.processes import is_first
@@ -32,6 +33,7 @@ def train(config: TrainConfig) -> Path:
       The folder of the drafter, in our own format.
     """
     target = load_target(config.target)
+    mode = trained_mode(Path(config.data), config.thinking)
     _check_mask_token(config, target)
     corpus = read_corpus(config, target)
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
@@ -48,7 +50,9 @@ def train(config: TrainConfig) -> Path:
         drafter = loop.run(config, target.model, corpus, drafter_config, report)
     folder = Path(config.workdir) / "drafter"
     if is_first():
-        native.save(folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus))
+        native.save(
+            folder, drafter, jnp.dtype(config.export_dtype), card(config, drafter, corpus, mode)
+        )
         log.info("drafter written to %s", folder)
     return folder
 
@@ -110,6 +114,23 @@ def _render(config: TrainConfig, target: LoadedTarget) -> sources.Render:
     return functools.partial(target.tokenizer.assistant_mask, **names)
 
 
+def trained_mode(data: Path, thinking: bool | None) -> Mode:
+    """How training data are rendered: as their shards were prepared, or by `thinking`.
+
+    Raises:
+      ValueError: the two disagree.
+    """
+    if not data.is_dir():
+        return Mode(thinking=thinking)
+    said = Manifest.load(data).mode
+    if thinking not in (None, said.get("thinking")):
+        raise ValueError(
+            f"thinking = {thinking}, but {data} was prepared with {said.get('thinking')}: leave it "
+            "out, or prepare the data anew"
+        )
+    return Mode(thinking=said.get("thinking"), system=said.get("system"))
+
+
 def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
     """The mask token must be a row no text uses: never the end of a turn or padding."""
     mask, tokenizer = config.drafter.mask_token, target.tokenizer
@@ -123,14 +144,14 @@ def _check_mask_token(config: TrainConfig, target: LoadedTarget) -> None:
         )
 
 
-def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus) -> str:
+def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus, mode: Mode) -> str:
     """The model card: what was trained, for which target, on what."""
     c = drafter.config
     head = "none" if c.head is None else str(c.head)
     supervised = sum(int(x.loss_mask.sum()) for x in corpus.conversations)
     known = Card(
         target=config.target,
-        mode=Mode(thinking=config.thinking),
+        mode=mode,
         data=f"{sources.summary(corpus)}; {supervised} tokens of the target's own answers",
         budget=f"{config.steps} steps of {config.batch_size} x {config.num_anchors} anchors",
     )

@@ -58,7 +58,7 @@ def warning(card: Card | None, options: Options) -> str | None:
         return None
     return (
         f"the drafter was trained with {card.mode}; prompts are rendered with {mode_of(options)}: "
-        "the output is the same, accepted lengths are lower"
+        "the output is the same, accepted lengths may be lower"
     )
 
 

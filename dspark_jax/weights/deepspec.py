@@ -27,7 +27,9 @@ from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import (
     CheckpointError,
     architecture,
+    factor,
     fill,
+    flag,
     read_folder,
     read_json,
     whole,
@@ -51,8 +53,9 @@ _GEMMA = {
 
 def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     """Reads DeepSpec's config.json."""
-    if "sliding_attention" in (hf.get("layer_types") or ()):
-        raise CheckpointError("layer_types has sliding_attention: supported is full_attention")
+    kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError(f"layer_types = {kinds!r}: supported is full_attention")
     is_gemma = _is_gemma(hf)
     geometry = gemma4.full_geometry(hf, rotaries(hf)[0]) if is_gemma else qwen3_geometry(hf)
     return DrafterConfig(
@@ -66,7 +69,7 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
         head=markov_head(hf),
         confidence=confidence(hf),
         embedding_scale=geometry.width**0.5 if is_gemma else None,
-        logit_softcap=(hf.get("final_logit_softcapping") or None) if is_gemma else None,
+        logit_softcap=factor(hf, "final_logit_softcapping") if is_gemma else None,
     )
 
 
@@ -96,9 +99,10 @@ def markov_head(hf: Mapping[str, Any]) -> Markov | Recurrent | None:
 
 def confidence(hf: Mapping[str, Any]) -> Confidence | None:
     """The confidence head, which sees a Markov row only where there is one."""
-    if not hf.get("enable_confidence_head"):
+    if not flag(hf, "enable_confidence_head"):
         return None
-    return Confidence(with_markov=bool(hf.get("confidence_head_with_markov") and hf["markov_rank"]))
+    with_markov = flag(hf, "confidence_head_with_markov") and hf["markov_rank"] > 0
+    return Confidence(with_markov=bool(with_markov))
 
 
 def _taps(hf: Mapping[str, Any]) -> tuple[int, ...]:

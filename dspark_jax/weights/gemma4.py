@@ -6,7 +6,7 @@ from typing import Any
 
 from dspark_jax.config import DrafterConfig, Geometry, Rotary, TargetConfig
 from dspark_jax.weights import export
-from dspark_jax.weights.tensors import CheckpointError, number, part, required, whole
+from dspark_jax.weights.tensors import CheckpointError, flag, number, part, required, whole
 
 # What is not run, and the value that says it is absent.
 _ABSENT = {
@@ -36,6 +36,7 @@ def full_geometry(hf: Mapping[str, Any], rotary: Rotary) -> Geometry:
     asked = [f"{name} = {hf[name]}" for name, off in _ABSENT.items() if hf.get(name, off) != off]
     if asked:
         raise CheckpointError(f"gemma4 with {', '.join(asked)}: not supported")
+    required(hf, "attention_k_eq_v")
     if (act := required(hf, "hidden_activation")) != "gelu_pytorch_tanh":
         raise CheckpointError(f"hidden_activation = {act!r}: supported is gelu_pytorch_tanh")
     return Geometry(
@@ -46,7 +47,7 @@ def full_geometry(hf: Mapping[str, Any], rotary: Rotary) -> Geometry:
         head_dim=_full(hf, "head_dim", "global_head_dim"),
         rotary=rotary,
         norm_eps=number(hf, "rms_norm_eps"),
-        value_from_key=required(hf, "attention_k_eq_v"),
+        value_from_key=flag(hf, "attention_k_eq_v"),
         **_NUMERICS,
     )
 

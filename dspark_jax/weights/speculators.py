@@ -2,6 +2,7 @@
 
 Tensors are named as DeepSpec and z-lab name them. A reduced draft vocabulary brings its own lm
 head, `t2d` (which tokens of the target it holds) and `d2t` (offsets: id = place + d2t[place]).
+Their trainer measures sliding windows from the anchor, engines from each row, as is done here.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
+    flag,
     part,
     read_folder,
     read_json,
@@ -52,7 +54,8 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
             + (", and no fewer" if kind == "dflash2" else "")
         )
     windows = zlab.windows(layer)
-    is_causal = not hf.get("sliding_window_non_causal", kind == "dflash2")
+    non_causal = flag(hf, "sliding_window_non_causal")
+    is_causal = kind != "dflash2" if non_causal is None else not non_causal
     causal = tuple(is_causal and window is not None for window in windows)
     config = DrafterConfig(
         geometry=qwen3_geometry(layer),
@@ -95,9 +98,10 @@ def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:
     dflash and dflash2 were always anchor and masks before the field came; dspark's default is one
     thing in the library and another in engines, so that nothing may be assumed.
     """
-    rows, said = whole(hf, "block_size"), hf.get("sample_from_anchor")
-    methods = part(hf, "speculators_config").get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
+    rows, said = whole(hf, "block_size"), flag(hf, "sample_from_anchor")
+    methods = part(hf, "speculators_config").get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
     meanings = (
         f"True: {rows} rows draft {rows} tokens, the anchor's included; "
         f"False: {rows} rows draft {rows - 1}, the anchor's not"
@@ -114,7 +118,7 @@ def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:
         )
     if said and kind == "dflash2":
         raise CheckpointError("sample_from_anchor = True: dflash2's blocks are anchor and masks")
-    return bool(said)
+    return said
 
 
 def is_second(config: DrafterConfig) -> bool:

@@ -58,6 +58,19 @@ def number(fields: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def factor(fields: Mapping[str, Any], name: str) -> float | None:
+    """A number that config.json may give; null and 0 mean none."""
+    return number(fields, name) or None if fields.get(name) is not None else None
+
+
+def flag(fields: Mapping[str, Any], name: str) -> bool | None:
+    """True or false, None where config.json says neither."""
+    value = fields.get(name)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{name} = {value!r}: must be true or false")
+    return value
+
+
 def wholes(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """A list of whole numbers that config.json must give."""
     value = required(fields, name)

@@ -22,7 +22,9 @@ from dspark_jax.weights.targets import qwen3_geometry
 from dspark_jax.weights.tensors import (
     CheckpointError,
     architecture,
+    factor,
     fill,
+    flag,
     part,
     read_folder,
     read_json,
@@ -72,9 +74,9 @@ def backbone_config(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> Drafter
         target_layer_ids=wholes(fields, "target_layer_ids"),
         mask_token=whole(fields, "mask_token_id", 0),
         predict_from_anchor=False,
-        embedding_scale=fields.get("input_embedding_scale"),
-        logit_multiplier=float(fields.get("output_multiplier") or 1.0),
-        logit_softcap=fields.get("final_logit_softcapping") or None,
+        embedding_scale=factor(fields, "input_embedding_scale"),
+        logit_multiplier=factor(fields, "output_multiplier") or 1.0,
+        logit_softcap=factor(fields, "final_logit_softcapping"),
         windows=sizes if any(sizes) else (),
         causal=_causal(fields, sizes),
     )
@@ -94,6 +96,8 @@ def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
     layers = whole(hf, "num_hidden_layers")
     kinds = hf.get("layer_types") or ["full_attention"] * layers
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"layer_types = {kinds!r}: must be a list of names")
     if len(kinds) != layers:
         raise CheckpointError(f"layer_types has {len(kinds)} entries, num_hidden_layers = {layers}")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -108,9 +112,9 @@ def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _causal(fields: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """`is_causal`, else `causal`, speaks for all layers; without either, sliding ones are."""
-    said = fields.get("is_causal")
-    said = fields.get("causal") if said is None else said
-    layers = tuple(w is not None if said is None else bool(said) for w in windows)
+    said = flag(fields, "is_causal")
+    said = flag(fields, "causal") if said is None else said
+    layers = tuple(w is not None if said is None else said for w in windows)
     return layers if any(layers) else ()
 
 

@@ -193,12 +193,12 @@ def test_the_law_holds_for_every_head_with_and_without_candidates(head, cut):
 @pytest.mark.parametrize(
     ("head", "cut"),
     [
-        ("none", "vocabulary"),
         ("vanilla", "vocabulary"),
         ("gated", "associative"),
-        ("linear", "widened"),
         ("rnn", "two candidates"),
-        ("domino", "vocabulary"),
+        pytest.param("none", "vocabulary", marks=pytest.mark.slow),
+        pytest.param("linear", "widened", marks=pytest.mark.slow),
+        pytest.param("domino", "vocabulary", marks=pytest.mark.slow),
     ],
 )
 def test_the_law_holds_for_drafters_of_a_reduced_vocabulary(head, cut):

@@ -32,6 +32,7 @@ from .conftest import PLAIN, drafter_of, theirs_of
 GOLDENS = Path(__file__).parent.parent / "goldens"
 THEIRS = dataclasses.replace(TARGET, num_layers=8, max_length=256)
 INTERLEAVED = Rotary(theta=1e4, interleaved=True)
+PARTIAL = Rotary(theta=1e4, partial=0.25)  # T11: honoured here, not by the formats' own code
 
 
 def again(folder: Path, out: Path, target: TargetConfig = THEIRS) -> None:
@@ -214,6 +215,11 @@ def test_the_dtype_is_in_tensors_and_config(dtype, tmp_path):
             },
             zlab,
             ["geometry.rotary.interleaved = True"],
+        ),
+        (
+            {"geometry": dataclasses.replace(DRAFTER.geometry, rotary=PARTIAL)},
+            speculators,
+            ["geometry.rotary.partial = 0.25"],
         ),
         (
             {"head": Domino(rank=4, gru_width=5), "embedding_scale": 2.0, "windows": (4, 8)},

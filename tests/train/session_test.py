@@ -1,0 +1,28 @@
+"""What a training session's card says of its data."""
+
+import pytest
+
+from dspark_jax.manifest import Manifest
+from dspark_jax.train import session
+from dspark_jax.weights.card import Mode
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """A folder of shards, by its manifest alone, answered without thinking."""
+    mode = {"system": "be brief", "thinking": False}
+    settings = {"sampling": {}, "seed": 0, "source": {}}
+    Manifest(target="t", template="abc", vocab_size=9, mode=mode, **settings).save(tmp_path)
+    return tmp_path
+
+
+def test_the_mode_is_the_one_the_data_were_prepared_in(prepared):
+    """U03: the drafter's card says what its data were."""
+    found = session.trained_mode(prepared, None)
+    assert found == Mode(thinking=False, system="be brief")
+    with pytest.raises(ValueError, match="thinking = True, but .* was prepared with False"):
+        session.trained_mode(prepared, True)
+
+
+def test_conversations_are_rendered_as_the_config_says(tmp_path):
+    assert session.trained_mode(tmp_path / "answers.jsonl", True) == Mode(thinking=True)
