@@ -56,8 +56,6 @@ from dspark_jax.weights.load import (
     load_text,
 )
 
-log = logging.getLogger(__name__)
-
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `dspark`."""
@@ -359,7 +357,7 @@ def run_bench_heads(args: BenchHeads) -> None:
     found = []
     for result in bench_heads.results(chosen, prompts, options, args.batch_size):
         found.append(result)
-        log.info("%s: accepted length %.3f", result.name, result.summary.accepted_length or 0)
+        report.err.print(f"{result.name}: accepted length {result.summary.accepted_length}")
     report.print_heads(found, args.json)
 
 

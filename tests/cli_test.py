@@ -244,6 +244,52 @@ def test_the_text_side_alone_is_that_of_the_whole_target(target_folder):
     assert tokenizer.fingerprint == whole.tokenizer.fingerprint
 
 
+HEADS = """
+from dspark_jax.config import DrafterRecipe, TrainConfig
+from dspark_jax.recipes import six
+
+configs = six(
+    TrainConfig(
+        data={data!r},
+        workdir={workdir!r},
+        target={target!r},
+        num_anchors=4,
+        anchor_chunk=4,
+        batch_size=1,
+        max_cache_bytes=1_000_000,
+        cache={workdir!r} + "/features",
+        drafter=DrafterRecipe(
+            num_layers=1, block_size=3, mask_token=96, target_layer_ids=(0, 2)
+        ),
+    ),
+    rank=4,
+    gru_width=4,
+)
+"""
+
+
+@pytest.mark.slow
+def test_bench_heads_trains_all_six_and_compares_them(target_folder, tmp_path, capsys):
+    """U01: one command; a second time nothing is trained again."""
+    answers, prompts, config = (tmp_path / name for name in ("a.jsonl", "p.jsonl", "config.py"))
+    answers.write_text(json.dumps({"tokens": list(range(10, 40)), "reply_start": 4}) + "\n")
+    prompts.write_text('{"turns": ["hello"]}\n{"turns": ["abc"]}\n')
+    names = {"data": str(answers), "workdir": str(tmp_path / "run"), "target": str(target_folder)}
+    config.write_text(HEADS.format(**names))
+    argv = ["bench", "heads", str(config), str(prompts), "--steps", "2", "--max-new-tokens", "8"]
+    cli.main([*argv, "--json"])
+    first = records(capsys.readouterr().out)
+    names = ["dflash", "dspark", "dspark-gated", "dspark-rnn", "domino", "dflash2"]
+    assert [row["run"] for row in first] == names
+    assert all(row["tokens"] == 16 and row["accepted_length"] >= 1 for row in first)
+    assert [row["candidates"] for row in first] == [0, 0, 0, 0, 0, 16]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("metrics.jsonl")}
+    assert len(before) == 6
+    cli.main([*argv, "--runs", "domino"])
+    assert "domino" in capsys.readouterr().out
+    assert all(path.read_bytes() == text for path, text in before.items())
+
+
 def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp_path, capsys):
     config = tmp_path / "config.py"
     config.write_text(
@@ -300,6 +346,10 @@ def test_bench_loss_compares_three_ways(capsys):
         (["bench", "loss", "--chunk", "48"], "chunk = 48: must divide the 128 blocks"),
         (["bench", "other"], "unknown verb 'bench other'"),
         (["bench", "walk", "--candidates", "0"], "candidates = (0,)"),
+        (
+            ["bench", "heads", "configs/smollm2_cpu.py", "p.jsonl", "--runs", "eagle"],
+            "runs = ['eagle']: configs/smollm2_cpu.py has dflash",
+        ),
         (["check", "equivalence", "--drafter", "none"], "name a drafter"),
         (["audit"], "give the work folder of a run, or data"),
         (["audit", "--run", "nowhere"], "no work folder of a run"),

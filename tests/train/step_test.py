@@ -283,6 +283,7 @@ def test_peak_memory_does_not_grow_with_the_anchors(optimised):
         geometry=dataclasses.replace(DRAFTER.geometry, width=width, heads=8, mlp_width=384),
         vocab_size=vocab_size,
         block_size=7,
+        head=Markov(rank=256),
     )
     tokens, table, rows, features = (
         jax.ShapeDtypeStruct(shape, dtype)
