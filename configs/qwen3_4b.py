@@ -1,21 +1,22 @@
 r"""Six drafters for Qwen/Qwen3-4B on a TPU v5p-64 slice (32 chips).
 
-dspark prepare prompts.jsonl data/qwen3_4b --target Qwen3-4B \
-    --temperature 0.7 --top-p 0.8 --top-k 20
-dspark train configs/qwen3_4b.py:dspark --distributed auto
+dspark prepare prompts.jsonl data/qwen3_4b --target Qwen3-4B --endpoint http://server:8000 \
+    --temperature 0.7 --top-p 0.8 --top-k 20 --max-new-tokens 4096 --thinking off
+dspark train configs/qwen3_4b.py:dspark --distributed auto  # on every host
 
-Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. The second command starts on every
-host of the slice. `Qwen3-4B` is the folder of Hugging Face's Qwen/Qwen3-4B.
+Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `Qwen3-4B` is the folder of
+Hugging Face's Qwen/Qwen3-4B, which the server (vLLM, SGLang, sglang-jax) serves too; data, work
+folder and target lie on a disk that all hosts see.
 
 Budget of each: 10 passes over 1.24 G tokens (1.3 M conversations, answered by the target), 24,000
-steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 18 for each, from
-126 TFLOP a row (target 30, backbone 43, attention 14, lm head 37, rest 2)
-at 40% of the chips' 459 TFLOP/s. Disk: 6 GB of samples, 22 GB of checkpoints; features are
+steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 20 for each, from
+140 TFLOP a row (target 30, backbone 58, attention 14, lm head 37, rest 2)
+at 40% of the chips' 459 TFLOP/s. Disk: 3 GB of samples, 22 GB of checkpoints; features are
 computed in the step (38 TB if kept).
 
 Accepted length: not measured. Their authors report, at temperature 1 over nine sets of prompts,
-4.06 for DFlash and 4.73 for DSpark. The curve
-of a run is in its metrics: held-out conversations are walked every 1,000 steps.
+4.06 for DFlash and 4.73 for DSpark.
+The curve of a run is in its metrics: held-out conversations are walked every 1,000 steps.
 """
 
 from dspark_jax.config import DrafterRecipe, Losses, TrainConfig
