@@ -5,8 +5,8 @@ dspark prepare prompts.jsonl data/gemma3_12b --target gemma-3-12b-it --endpoint 
 dspark train configs/gemma3_12b.py:dspark --distributed auto  # on every host
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `gemma-3-12b-it` is the folder of
-Hugging Face's google/gemma-3-12b-it, which the server (vLLM, SGLang, sglang-jax) serves too; data, work
-folder and target lie on a disk that all hosts see. Its config.json leaves some of
+Hugging Face's google/gemma-3-12b-it, which the server (vLLM, SGLang, sglang-jax) serves too; data,
+work folder and target lie on a disk that all hosts see. Its config.json leaves some of
 `text_config` to defaults, which must be written out: vocab_size 262208, head_dim 256,
 query_pre_attn_scalar 256, max_position_embeddings 131072, rms_norm_eps 1e-6, rope_theta 1e6,
 rope_local_base_freq 1e4.

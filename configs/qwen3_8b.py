@@ -5,8 +5,8 @@ dspark prepare prompts.jsonl data/qwen3_8b --target Qwen3-8B --endpoint http://s
 dspark train configs/qwen3_8b.py:dspark --distributed auto  # on every host
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `Qwen3-8B` is the folder of
-Hugging Face's Qwen/Qwen3-8B, which the server (vLLM, SGLang, sglang-jax) serves too; data, work
-folder and target lie on a disk that all hosts see.
+Hugging Face's Qwen/Qwen3-8B, which the server (vLLM, SGLang, sglang-jax) serves too; data,
+work folder and target lie on a disk that all hosts see.
 
 Budget of each: 10 passes over 1.24 G tokens (1.3 M conversations, answered by the target), 24,000
 steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 35 for each, from
