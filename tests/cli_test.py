@@ -18,6 +18,7 @@ from dspark_jax.arguments import Models
 from dspark_jax.config import Confidence, DrafterConfig, Markov, Options
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.shards import Shards
+from dspark_jax.verbs import decoding
 from dspark_jax.weights import card, native, targets
 from dspark_jax.weights.card import Card, Mode
 from dspark_jax.weights.load import load_target, load_text
@@ -416,5 +417,5 @@ def test_prompts_in_another_mode_are_warned_of(carded, capsys, caplog):
     """U03: the output stays the same, so that only a word can tell."""
     for thinking, said in ((False, 0), (True, 1), (None, 1)):
         caplog.clear()
-        cli.check_mode(Models(drafter=str(carded)), Options(thinking=thinking))
+        decoding.check_mode(Models(drafter=str(carded)), Options(thinking=thinking))
         assert sum("was trained with" in record.message for record in caplog.records) == said

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import tyro
 
-from dspark_jax import arguments, audit, processes, recipes, report
+from dspark_jax import arguments, audit, processes, recipes, report, report_training
 from dspark_jax.config import TrainConfig
 from dspark_jax.train import holdout, reopen, session
 from dspark_jax.train.data import Conversation
@@ -28,7 +28,7 @@ def run_train(argv: list[str]) -> None:
     if args.dry_run:
         with report.err.status("compiling a step ..."):
             budget = session.dry_run(args.config)
-        report.print_budget(budget)
+        report_training.print_budget(budget)
     else:
         session.train(args.config)
 
@@ -49,7 +49,7 @@ def run_audit(args: arguments.Audit) -> None:
     samples = _samples(args, config, target)
     with report.err.status(f"replaying {len(samples)} samples ..."):
         found = audit.audit(target.model, trained, decoded, samples)
-    report.print_audit(found, len(samples))
+    report_training.print_audit(found, len(samples))
     if not found.passed:
         raise SystemExit(1)
 
