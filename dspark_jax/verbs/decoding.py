@@ -1,6 +1,7 @@
 """Verbs that decode: `dspark generate`, `dspark evaluate`, `dspark prepare`."""
 
 import dataclasses
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ from dspark_jax.weights.load import (
     load_target,
     load_text,
 )
+
+
+log = logging.getLogger(__name__)
 
 
 def _engines(models: Models, with_plain: bool) -> tuple[LoadedTarget, Engine, Engine | None]:
