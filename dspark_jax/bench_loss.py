@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from dspark_jax.bench import medians
 from dspark_jax.config import DrafterConfig, Geometry, Losses, Markov, Rotary
 from dspark_jax.nn.drafter import Heads, Lent
-from dspark_jax.train.losses import Supervision, Tally, block_loss, chunk_loss
+from dspark_jax.train.losses import Supervision, Tally, chunk_loss
+from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.parallel import Vocabulary
 
 LOSSES = Losses(confidence=0.0)  # cross entropy and L1

@@ -257,6 +257,7 @@ class Losses:
 
     cross_entropy: float = 0.1  # against the data's next token
     l1: float = 0.9  # sum over the vocabulary of |draft - target| probabilities
+    length: float = 0.0  # minus the expected accepted drafts: products of 1 - l1 / 2
     confidence: float = 1.0  # binary cross entropy against 1 - l1 / 2
     confidence_to_backbone: bool = True  # the backbone learns from the confidence term too
     selector: float = 0.0  # cross entropy over the drafter's own best candidates (DFlash-2)
@@ -272,6 +273,11 @@ class Losses:
         for field in ("base", "dpace"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"losses.{field} = {getattr(self, field)}: must be in 0..1")
+        for field in ("cross_entropy", "l1", "length", "confidence", "selector", "decay"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"losses.{field} = {getattr(self, field)}: must be 0 or more")
+        if self.base_decay is not None and not 0 < self.base_decay <= 1:
+            raise ValueError(f"losses.base_decay = {self.base_decay}: must be in 0..1, or None")
         if self.candidates < 1:
             raise ValueError(f"losses.candidates = {self.candidates}: must be at least 1")
 
@@ -287,6 +293,14 @@ class Optimizer:
     eps: float = 1e-8  # in the denominator
     weight_decay: float = 0.0  # decoupled
     clip_norm: float = 1.0  # global norm of the gradient
+
+    def __post_init__(self):
+        for field in ("learning_rate", "clip_norm", "eps"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be above 0")
+        for field in ("warmup", "beta1", "beta2"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in 0..1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +351,12 @@ class TrainConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
+        for field in ("data", "workdir"):
+            if "://" in getattr(self, field):
+                raise ValueError(
+                    f"{field} = {getattr(self, field)!r}: must be a path of a mounted disk; mount "
+                    "the bucket (gcsfuse, s3fs) and name where"
+                )
         for field in ("holdout", "evaluate_every"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be 0 or more")

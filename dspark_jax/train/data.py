@@ -145,13 +145,12 @@ def batches(
     attach: Callable[[int, Conversation], Conversation] = lambda index, conversation: conversation,
     *,
     capacity: int = 0,
-    host: int = 0,
-    hosts: int = 1,
+    mine: Int[np.ndarray, "rows"] | None = None,
     threads: int = 1,
 ) -> grain.DatasetIterator[Batch]:
     """Endless batches of rows, in an order that depends on the seed and the epoch alone.
 
-    Batch s is the same whatever the number of hosts: each gets its part of it, padded as all of it
+    Batch s is the same whatever the number of hosts: each loads its rows of it, padded as all of it
     is. The iterator's `get_state` and `set_state` name the position exactly, alike on all hosts,
     so that any number of them can continue.
 
@@ -162,17 +161,13 @@ def batches(
       seed: of the order.
       attach: adds what is kept elsewhere to the conversation of an index.
       capacity: tokens of a row that several conversations share; 0 = one conversation a row.
-      host: which part of each batch to load.
-      hosts: how many parts there are.
+      mine: which rows of each batch to load, in this order; None = all.
       threads: batches read at once.
 
     Raises:
-      ValueError: the batch cannot be shared evenly, or a conversation is longer than a row.
+      ValueError: a conversation is longer than a row.
     """
-    if not 0 <= host < hosts:
-        raise ValueError(f"host = {host}: must be one of {hosts}, counted from 0")
-    if batch_size % hosts:
-        raise ValueError(f"batch_size = {batch_size}: must be a multiple of the {hosts} hosts")
+    mine = np.arange(batch_size) if mine is None else mine
     sizes = lengths(conversations)
     plan = packing.pack(sizes, capacity) if capacity else packing.alone(sizes)
     if capacity:
@@ -186,8 +181,8 @@ def batches(
         return join(members) if capacity else members[0]
 
     def load(rows: Int[np.ndarray, "B"]) -> Batch:
-        mine = np.split(rows, hosts)[host]
-        return collate([row(i) for i in mine.tolist()], multiple, int(plan.lengths[rows].max()))
+        here = [row(i) for i in rows[mine].tolist()]
+        return collate(here, multiple, int(plan.lengths[rows].max()))
 
     order = grain.MapDataset.range(len(plan.lengths)).seed(seed).shuffle().repeat()
     grouped = order.batch(batch_size, drop_remainder=True, batch_fn=np.asarray).map(load)

@@ -91,7 +91,6 @@ def _batches(
     config: TrainConfig, samples: Sequence, attach: Callable, place: Placement
 ) -> grain.DatasetIterator[Batch]:
     """The part of each batch that this process loads."""
-    host, hosts = place.share
     return data.batches(
         samples,
         config.batch_size,
@@ -99,8 +98,7 @@ def _batches(
         config.seed,
         attach,
         capacity=config.max_length if config.pack else 0,
-        host=host,
-        hosts=hosts,
+        mine=place.mine,
     )
 
 

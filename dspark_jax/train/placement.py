@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
 
 from dspark_jax import sharding
 from dspark_jax.base import Batch
@@ -60,23 +61,27 @@ class Placement:
         return _shapes(batch, jax.tree.map(lambda _: self._rows, batch))
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Which part of a batch's rows this process loads, and into how many it is parted."""
+    def mine(self) -> Int[np.ndarray, "rows"]:
+        """The rows of a batch that this process loads, ascending; meshes may scatter them."""
+        everything = np.arange(self.batch_size)
         if self.mesh is None:
-            return 0, 1
+            return everything
         where = self._rows.addressable_devices_indices_map((self.batch_size,)).values()
-        bounds = [index[0].indices(self.batch_size)[:2] for index in where]
-        first, last = min(b[0] for b in bounds), max(b[1] for b in bounds)
-        return first // (last - first), self.batch_size // (last - first)
+        return np.unique(np.concatenate([everything[index] for index in where]))
 
     def rows(self, batch: Batch) -> Batch:
         """The rows this process loads -> the batch on the devices."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
 
+        mine, everything = self.mine, np.arange(self.batch_size)
+
         def one(rows: np.ndarray) -> jax.Array:
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                return rows[np.searchsorted(mine, everything[index[0]])]
+
             shape = (self.batch_size, *rows.shape[1:])
-            return jax.make_array_from_process_local_data(self._rows, rows, shape)
+            return jax.make_array_from_callback(shape, self._rows, part)
 
         return jax.tree.map(one, batch)
 

@@ -17,7 +17,8 @@ from dspark_jax.config import Losses, TrainConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, vocabulary
-from dspark_jax.train.losses import Supervision, Tally, base_share, block_loss
+from dspark_jax.train.losses import Supervision, Tally, base_share
+from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.vocabulary import Subset
 
 

@@ -16,6 +16,7 @@ from dspark_jax.train import anchors
 from dspark_jax.train import losses as module
 from dspark_jax.train.losses import Supervision
 from dspark_jax.train.parallel import Vocabulary
+from dspark_jax.train.sweep import block_loss
 
 from ..conftest import DRAFTER
 
@@ -101,7 +102,7 @@ def gradient(drafter, hidden, given, lent, chunk, scale=1.0, losses=LOSSES):
     """Loss, tally, and the gradient with respect to heads and hidden states."""
 
     def total(heads, hidden):
-        value, tally = module.block_loss(losses, heads, hidden, given, lent, chunk, None, 0.6)
+        value, tally = block_loss(losses, heads, hidden, given, lent, chunk, None, 0.6)
         return scale * value, tally
 
     step = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
@@ -119,7 +120,7 @@ def test_any_chunk_gives_the_unchunked_loss_and_gradient(
     def total(heads, hidden):
         value, tally = module.chunk_loss(losses, WHOLE, heads, hidden, given, lent, None, 0.6)
         mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
-        sums = ("cross_entropy", "base", "l1", "selector", "confidence")
+        sums = module.TERMS
         return value * mean, tally.replace(**{name: tally[name] * mean for name in sums})
 
     whole = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
@@ -166,7 +167,7 @@ def test_no_gradient_reaches_the_teacher(tiny_drafter, given, lent):
 
 def test_the_lent_head_gets_no_gradient_at_all(tiny_drafter, hidden, given, lent):
     def total(lent):
-        return module.block_loss(LOSSES, tiny_drafter.heads, hidden, given, lent, 3)[0]
+        return block_loss(LOSSES, tiny_drafter.heads, hidden, given, lent, 3)[0]
 
     assert not jnp.any(jax.jit(jax.grad(total))(lent).head)
 
@@ -184,7 +185,7 @@ def test_peak_memory_does_not_grow_with_the_blocks(tiny_drafter, optimised):
 
         def total(heads, hidden, given, table):
             lent = Lent(embedding=table, head=table)
-            return module.block_loss(Losses(), heads, hidden, given, lent, chunk)[0]
+            return block_loss(Losses(), heads, hidden, given, lent, chunk)[0]
 
         step = jax.jit(jax.grad(total, argnums=(0, 1)))
         compiled = step.lower(heads, given.target_hidden, given, table).compile()
@@ -237,7 +238,7 @@ def toy_loss(head, losses: Losses, is_shifted: bool, has_hole: bool, share: floa
         weights=anchors.weights(blocks.counted[0], decay),
         target_hidden=hidden,
     )
-    run = jax.jit(module.block_loss, static_argnums=(0, 5))
+    run = jax.jit(block_loss, static_argnums=(0, 5))
     return run(losses, heads, hidden, given, TOY, 1, None, share)
 
 
