@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +10,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from dspark_jax import (
-    bench,
-    bench_heads,
-    bench_loss,
-    check,
-    goldens,
-    recipes,
-    replay,
-    report,
-    training,
-)
+from dspark_jax import bench, benches, check, goldens, report, training
 from dspark_jax.arguments import (
     Audit,
     BenchCandidates,
@@ -37,7 +26,7 @@ from dspark_jax.arguments import (
     Models,
     Prepare,
 )
-from dspark_jax.config import Markov, Options
+from dspark_jax.config import Options
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import Engine, engine
 from dspark_jax.decode.propose import Candidates
@@ -84,13 +73,13 @@ def main(argv: list[str] | None = None) -> None:
             case ["check"] if argv[1:2] == ["goldens"]:
                 run_check_goldens(_parse(CheckGoldens, argv, 2))
             case ["bench"] if argv[1:2] == ["candidates"]:
-                run_bench_candidates(_parse(BenchCandidates, argv, 2))
+                benches.run_candidates(_parse(BenchCandidates, argv, 2))
             case ["bench"] if argv[1:2] == ["heads"]:
-                run_bench_heads(_parse(BenchHeads, argv, 2))
+                benches.run_heads(_parse(BenchHeads, argv, 2))
             case ["bench"] if argv[1:2] == ["loss"]:
-                run_bench_loss(_parse(BenchLoss, argv, 2))
+                benches.run_loss(_parse(BenchLoss, argv, 2))
             case ["bench"] if argv[1:2] == ["walk"]:
-                run_bench_walk(_parse(BenchWalk, argv, 2))
+                benches.run_walk(_parse(BenchWalk, argv, 2))
             case _:
                 _usage(argv)
     except BrokenPipeError:
@@ -245,7 +234,7 @@ def _stream(
 
 def run_evaluate(args: Evaluate) -> None:
     """`dspark evaluate`."""
-    sets = [(spec, _numbered(spec)) for spec in args.prompts]
+    sets = [(spec, answer.read_some(spec)) for spec in args.prompts]
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, one, _ = _engines(args.models, with_plain=False)
@@ -261,14 +250,6 @@ def run_evaluate(args: Evaluate) -> None:
         rows.append((Path(spec).name, summarise(found)))
         everything += found
     report.print_summaries([*rows, ("all", summarise(everything))], args.json)
-
-
-def _numbered(spec: str) -> list[answer.Prompt]:
-    """Prompts of FILE or FILE:N."""
-    name, _, count = re.fullmatch(r"(.*?)(:(\d+))?", spec).groups()
-    if count is not None and int(count) < 1:
-        raise ValueError(f"prompts = {spec}: the number behind the colon must be at least 1")
-    return answer.read_prompts(Path(name), int(count) if count else None)
 
 
 def run_prepare(args: Prepare) -> None:
@@ -313,84 +294,6 @@ def run_check_goldens(args: CheckGoldens) -> None:
         everything += differences
     if not all(d.passed for d in everything):
         raise SystemExit(1)
-
-
-def run_bench_walk(args: BenchWalk) -> None:
-    """`dspark bench walk`."""
-    for field in ("vocabularies", "block_sizes", "batch_sizes", "candidates"):
-        values = getattr(args, field)
-        if not values or min(values) < 1:
-            raise ValueError(f"{field} = {values}: give whole numbers of at least 1")
-    if args.rank < 1 or args.repeats < 1:
-        raise ValueError(f"rank = {args.rank}, repeats = {args.repeats}: must be at least 1")
-    shapes = (args.vocabularies, args.block_sizes, args.batch_sizes, args.candidates)
-    with report.err.status("timing walks ..."):
-        rows = list(bench.walk_costs(*shapes, args.rank, args.repeats))
-    report.print_walks(rows, args.json)
-
-
-def run_bench_loss(args: BenchLoss) -> None:
-    """`dspark bench loss`."""
-    shape = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "json"}
-    if min(shape.values()) < 1:
-        raise ValueError(f"{shape}: every number must be at least 1")
-    with report.err.status("timing losses ..."):
-        seconds = bench_loss.loss_costs(**shape)
-    report.print_losses(seconds, args.json)
-
-
-def run_bench_heads(args: BenchHeads) -> None:
-    """`dspark bench heads`."""
-    runs = recipes.read_all(args.config)
-    unknown = sorted(set(args.runs) - set(runs))
-    if unknown:
-        raise ValueError(f"runs = {unknown}: {args.config} has {', '.join(runs)}")
-    if not args.prompts or args.batch_size < 1:
-        raise ValueError(
-            f"prompts = {args.prompts}, batch_size = {args.batch_size}: give at least one of each"
-        )
-    prompts = _first_turns(args.prompts)
-    chosen = {name: runs[name] for name in args.runs or runs}
-    workdir = None if args.workdir is None else str(args.workdir)
-    chosen = bench_heads.adjusted(chosen, args.data, workdir, args.steps)
-    options = Options(max_new_tokens=args.max_new_tokens)
-    found = []
-    for result in bench_heads.results(chosen, prompts, options, args.batch_size):
-        found.append(result)
-        report.err.print(f"{result.name}: accepted length {result.summary.accepted_length}")
-    report.print_heads(found, args.json)
-
-
-def _first_turns(specs: Sequence[str]) -> list[answer.Prompt]:
-    """First turns of the prompts of files."""
-    prompts = [prompt for spec in specs for prompt in _numbered(spec)]
-    return [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-
-
-def run_bench_candidates(args: BenchCandidates) -> None:
-    """`dspark bench candidates`."""
-    prompts = _first_turns(args.prompts)
-    if args.drafter == "none":
-        raise ValueError("drafter = 'none' drafts nothing: name a drafter")
-    target = load_target(args.target)
-    drafter = load_drafter(args.drafter, target.model)
-    one = engine(target.model, drafter, target.tokenizer.stop_tokens)
-    options = Options(max_new_tokens=args.max_new_tokens)
-    cuts = [Candidates(count=count) for count in args.counts]
-    if isinstance(drafter.config.head, Markov):
-        cuts += [Candidates(count=16, widen=count) for count in args.widen]
-    asked = answer.first_requests(target.tokenizer, prompts, options)
-    total = None
-    for item in answer.answers(one, target.tokenizer, prompts, options, args.batch_size):
-        if not item.generation.rounds:
-            continue
-        prompt = asked[item.index].tokens
-        tokens = (*prompt, *item.generation.tokens)
-        found = replay.replay(target.model, drafter, tokens, len(prompt), cuts)
-        total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-    if total is None:
-        raise ValueError("no answer took a round: nothing to compare")
-    report.print_candidates(list(zip(cuts, total, strict=True)), args.json)
 
 
 def run_convert(args: Convert) -> None:
