@@ -13,8 +13,8 @@ from dspark_jax.bench import medians
 from dspark_jax.config import DrafterConfig, Geometry, Losses, Markov, Rotary
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.losses import Supervision, Tally, chunk_loss
-from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.parallel import Vocabulary
+from dspark_jax.train.sweep import block_loss
 
 LOSSES = Losses(confidence=0.0)  # cross entropy and L1
 

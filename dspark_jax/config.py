@@ -310,6 +310,7 @@ class TrainConfig:
     data: str  # conversations answered by the target: a folder of shards, or JSON lines
     workdir: str  # checkpoints, metrics and the resolved config go here
     target: str = "smollm2"  # name or folder
+    target_dtype: Literal["float32", "bfloat16"] = "float32"  # of the target's parameters
     thinking: bool | None = None  # the template's enable_thinking, its default by default
     drafter: DrafterRecipe = DrafterRecipe()  # what to train
     losses: Losses = Losses()  # what to minimise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,18 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise ValueError(f"prompts = {path}: holds no prompt")
     return prompts
+
+
+def read_some(spec: str) -> list[Prompt]:
+    """Prompts of FILE, or of FILE:N the first N.
+
+    Raises:
+      ValueError: N is 0.
+    """
+    name, _, count = re.fullmatch(r"(.*?)(:(\d+))?", spec).groups()
+    if count is not None and int(count) < 1:
+        raise ValueError(f"prompts = {spec}: the number behind the colon must be at least 1")
+    return read_prompts(Path(name), int(count) if count else None)
 
 
 def parse_prompt(row: dict) -> Prompt:

@@ -5,6 +5,7 @@ again.
 """
 
 import dataclasses
+import logging
 import os
 import random
 import threading
@@ -18,6 +19,7 @@ from dspark_jax.config import Options
 from dspark_jax.decode.answer import Message, Prompt, opening
 from dspark_jax.prepare.sample import REFUSED, TOO_LONG, Recipe, Talk
 
+log = logging.getLogger(__name__)
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before asking again; each wait doubles
 
 
@@ -51,6 +53,10 @@ class EndpointError(RuntimeError):
     """The server refuses, or is out of reach for longer than the retries last."""
 
 
+class Refusal(RuntimeError):
+    """A server that answers others refuses one request: it is too long, or not allowed."""
+
+
 def model_name(server: Server) -> str:
     """What the server calls the model.
 
@@ -75,7 +81,7 @@ class Asker:
 
     def __init__(self, server: Server):
         key = os.environ.get("OPENAI_API_KEY")
-        self._server, self._stop = server, threading.Event()
+        self._server, self._stop, self._has_answered = server, threading.Event(), False
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=server.timeout,
@@ -98,6 +104,7 @@ class Asker:
 
         Raises:
           EndpointError: it refuses the request (4xx), or fails more often than the retries.
+          Refusal: it refuses this request (400, 422), and has answered others.
         """
         url, problem = self._server.base + path, ""
         for attempt in range(self._server.retries + 1):
@@ -108,8 +115,11 @@ class Asker:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code == 200:
+                    self._has_answered |= method == "POST"
                     return _json(url, response)
                 problem = f"{response.status_code}: {response.text[:300]}"
+                if response.status_code in (400, 422) and self._has_answered:
+                    raise Refusal(f"{url} refuses: {problem}")
                 if response.status_code not in (408, 429) and response.status_code < 500:
                     raise EndpointError(f"{url} refuses: {problem}; mend the request or the server")
                 asked = response.headers.get("Retry-After", "")
@@ -154,7 +164,11 @@ class Talker:
             room = self.recipe.max_length - len(prompt_tokens)
             if room < 1:
                 return talk or TOO_LONG
-            reply, reason = self._reply(name, said, room)
+            try:
+                reply, reason = self._reply(name, said, room)
+            except Refusal as refusal:
+                log.warning("row %d is left out: %s", name, refusal)
+                return talk or "refused by the server"
             if reason not in ("stop", "length"):
                 return talk or f"finish_reason {reason}"
             said.append(reply)
@@ -177,9 +191,11 @@ class Talker:
             "temperature": o.temperature,
             "top_p": o.top_p,
             "seed": o.seed + name,
+            # Said even where they change nothing: servers take defaults from the model's folder.
+            "top_k": o.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
         }
-        if o.top_k:
-            body["top_k"] = o.top_k
         if self.recipe.variables:
             body["chat_template_kwargs"] = dict(self.recipe.variables)
         answer = self.asker.ask("POST", "/chat/completions", body)
@@ -189,7 +205,8 @@ class Talker:
             reply = {"role": "assistant", "content": message.get("content") or ""}
         except (KeyError, IndexError, TypeError, AttributeError):
             raise EndpointError(f"the server answered no completion: {str(answer)[:300]}") from None
-        if thought := message.get("reasoning_content"):
+        thought = message.get("reasoning") or message.get("reasoning_content")  # new, old vLLM
+        if thought:
             reply["reasoning_content"] = thought
         return reply, reason
 

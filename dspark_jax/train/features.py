@@ -75,15 +75,23 @@ def build(
         for name, columns in widths.items()
     }
     cache = Cache(starts=starts, **arrays)
-    norm = np.asarray(target.norm.weight[...].astype(jnp.float32))
     about = {
         "corpus": digest(corpus),
         "taps": list(target_layer_ids),
-        "target": hashlib.sha256(norm.tobytes()).hexdigest()[:16],
+        "target": _fingerprint(target),
     }
     progress = _Progress(folder / "progress.json", about)
     _run(target, corpus, target_layer_ids, cache, progress, batch_size)
     return cache
+
+
+def _fingerprint(target: Target) -> str:
+    """Of one row of every parameter."""
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.state(target)):
+        row = leaf.reshape(-1, leaf.shape[-1])[0]
+        total.update(np.asarray(row.astype(jnp.float32)).tobytes())
+    return total.hexdigest()[:16]
 
 
 class _Progress:

@@ -33,6 +33,11 @@ def drafter_config(
             f"drafter.target_layer_ids = {taps}: must increase strictly within "
             f"-1..{target.num_layers - 1}"
         )
+    rows = recipe.block_size + (not recipe.predict_from_anchor)
+    if recipe.window is not None and recipe.window < rows:
+        raise ValueError(
+            f"drafter.window = {recipe.window}: must reach over the {rows} rows of a block"
+        )
     geometry = dataclasses.replace(
         target.geometry,
         activation="silu",

@@ -35,7 +35,7 @@ from dspark_jax.train.placement import ONE_DEVICE, Placement
 from dspark_jax.train.probe import Probe
 from dspark_jax.train.records import Records
 from dspark_jax.train.step import TrainState, train_step
-from dspark_jax.train.workdir import pin
+from dspark_jax.train.workdir import pin, pinned
 
 log = logging.getLogger(__name__)
 Report = Callable[[dict], None]
@@ -62,12 +62,11 @@ def run(
     """
     workdir = Path(config.workdir)
     place = placement.of(config)
+    _pin_together(workdir, config, drafter_config, corpus)
     target = place.module(target)
     graphdef, state, chain = start(config, target, drafter_config, place)
-    everything = corpus
     corpus, held = holdout.split(corpus, config.holdout, config.seed, config.batch_size)
     attach, samples = _attach(config, target, corpus, drafter_config), corpus.conversations
-    _pin_together(workdir, config, drafter_config, everything)
     batches = _batches(config, samples, attach, place)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
     if checkpoints.latest is not None:
@@ -75,7 +74,7 @@ def run(
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
     jitted, given = jitted_step(config, chain, graphdef, target, corpus, state, place)
-    watch = probe.build(config, graphdef, target, held, place.all_rows)
+    watch = probe.build(config, graphdef, target, held, place)
 
     def step(state, batch):
         return jitted(state, batch, *given)
@@ -102,13 +101,17 @@ def _batches(
     )
 
 
-def _pin_together(workdir: Path, *pinned: Any) -> None:
-    """The first process writes, the others compare."""
-    if is_first():
-        pin(workdir, *pinned)
+def _pin_together(workdir: Path, *settings: Any) -> None:
+    """The first process writes if the run is new; all compare, so that all fail or none."""
+    if pinned(workdir) is not None or is_first():
+        pin(workdir, *settings)
     wait_for_all("pinned")
-    if not is_first():
-        pin(workdir, *pinned)
+    if pinned(workdir) is None:
+        raise ValueError(
+            f"workdir = {workdir}: process {jax.process_index()} does not see what the first wrote "
+            "there; name a disk that all processes share"
+        )
+    pin(workdir, *settings)
 
 
 def jitted_step(
@@ -212,6 +215,7 @@ def _steps(
             state, metrics = step(state, on_device)
             window.append(metrics)
             if is_due(config.log_every):
+                _refuse_nonfinite(number, window)
                 line = _line(number, window, seen, time.monotonic() - begun)
                 records.write(line)
                 report(line)
@@ -225,6 +229,7 @@ def _steps(
                 begun += time.monotonic() - paused
             is_stopping = stop.after(number)
             if is_stopping or is_due(config.save_every):
+                _refuse_nonfinite(number, window)
                 checkpoints.save(number, state, batches.get_state())
             if is_stopping:
                 log.warning("stopped by a signal; step %d is saved", number)
@@ -253,21 +258,20 @@ def _line(number: int, window: list[dict], seen: dict, seconds: float) -> dict:
         jax.device_get([entry[name] for entry in window])
         for name in ("gradient_norm", "supervised")
     )
-    line = {
+    return {
         "step": number,
         **summary(window),
         "gradient_norm": float(sum(norms)) / len(norms),
         "tokens_per_second": int(sum(supervised)) / seconds,
         **seen,
     }
-    _refuse_nonfinite(line)
-    return line
 
 
-def _refuse_nonfinite(line: dict) -> None:
+def _refuse_nonfinite(number: int, window: list[dict]) -> None:
     """Stops before a broken state is saved over a good one."""
-    if not math.isfinite(line["loss"] + line["gradient_norm"]):
-        raise FloatingPointError(
-            f"step {line['step']}: loss = {line['loss']}, gradient norm = {line['gradient_norm']}; "
-            "resume from the last checkpoint with a lower optimizer.learning_rate"
-        )
+    for loss, norm in jax.device_get([(e["loss"], e["gradient_norm"]) for e in window]):
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(
+                f"at or shortly before step {number}: loss = {loss}, gradient norm = {norm}; "
+                "resume from the last checkpoint with a lower optimizer.learning_rate"
+            )

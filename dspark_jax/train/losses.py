@@ -5,18 +5,14 @@ Sources: DSpark paper, section 3; Domino, section 3.4; DFlash-2; D-PACE (arXiv 2
 Here are the terms of some blocks; `sweep` forms them chunk by chunk.
 """
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import Losses
 from dspark_jax.nn.drafter import Heads, Lent
-from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, varying_as, zeros
+from dspark_jax.train.parallel import Vocabulary, varying_as
 from dspark_jax.train.vocabulary import Subset
 from dspark_jax.walk import follow
 

@@ -16,7 +16,7 @@ from dspark_jax.base import Blocks, HostArray
 from dspark_jax.nn import selector
 from dspark_jax.nn.drafter import Drafter, Heads, Lent, first_order
 from dspark_jax.train.losses import TERMS, Tally, draft_logits
-from dspark_jax.train.step import Knowledge, predictions
+from dspark_jax.train.step import Knowledge, largest_divisor, predictions
 from dspark_jax.walk import Steps, walk
 
 
@@ -80,11 +80,14 @@ def measure(
     hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
 
     def one(parts):
-        return _drafted(drafter.heads, known.lent, *parts, oracle)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+        return _drafted(drafter.heads, known.lent, *flat, oracle)
 
-    def split(x):
-        return x.reshape(-1, chunk, *x.shape[2:])
+    def split(x):  # some anchors of every row, so that rows stay on their devices
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
+    rows, count = blocks.anchors.shape
+    size = largest_divisor(count, max(1, chunk // rows))
     parts = hidden, target_hidden, blocks.prevs, blocks.counted
     found = jax.lax.map(one, jax.tree.map(split, parts))
     return jax.tree.map(lambda x: jnp.sum(x, 0), found)

@@ -34,6 +34,12 @@ class Placement:
         wanted = sharding.shardings(jax.eval_shape(function, *args), self.mesh)
         return jax.jit(function, out_shardings=wanted)(*args)
 
+    def jit(self, function: Callable, **options: Any) -> Callable:
+        """function, jitted; every process holds its results whole."""
+        if self.mesh is None:
+            return jax.jit(function, **options)
+        return jax.jit(function, out_shardings=NamedSharding(self.mesh, P()), **options)
+
     def step(self, function: Callable, state: Any) -> Callable:
         """function(state, ...) -> (state, metrics), jitted; the state is donated, and stays put."""
         if self.mesh is None:
@@ -43,9 +49,9 @@ class Placement:
 
     def module(self, module: nnx.Module) -> nnx.Module:
         """A module that every process holds, where the table says."""
-        if self.mesh is None:
-            return module
         graphdef, params = nnx.split(module)
+        if self.mesh is None:
+            return nnx.merge(graphdef, jax.device_put(params, jax.devices()[0]))
         return nnx.merge(graphdef, sharding.place(params, self.mesh))
 
     def outline(self, tree: Any) -> Any:
@@ -93,9 +99,7 @@ class Placement:
 
     def whole(self, tree: Any) -> Any:
         """Every array whole on every device."""
-        if self.mesh is None:
-            return tree
-        return jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))(tree)
+        return self.jit(lambda tree: tree)(tree)
 
     @property
     def _rows(self) -> NamedSharding:

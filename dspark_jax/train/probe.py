@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from dspark_jax.base import Batch, Params
@@ -15,6 +16,7 @@ from dspark_jax.train import anchors, holdout, metrics
 from dspark_jax.train.data import Corpus
 from dspark_jax.train.gradients import term_norms
 from dspark_jax.train.losses import base_share
+from dspark_jax.train.placement import Placement
 from dspark_jax.train.step import TrainState, ask, loss
 
 
@@ -54,18 +56,21 @@ def build(
     graphdef: nnx.GraphDef,
     target: Target,
     held: Corpus,
-    place: Callable[[Batch], Batch],
+    place: Placement,
 ) -> Probe:
     """The measurements of a run."""
     target_graphdef, target_params = nnx.split(target)
 
-    @functools.partial(jax.jit, static_argnums=(5, 6))
+    @functools.partial(place.jit, static_argnums=(5, 6))
     def jitted(target_params, params, step, batch, key, with_norms, with_loss):
-        target = nnx.merge(target_graphdef, target_params)
-        return look(config, graphdef, target, params, step, batch, key, with_norms, with_loss)
+        target, wanted = nnx.merge(target_graphdef, target_params), (with_norms, with_loss)
+        return look(config, graphdef, target, params, step, batch, key, *wanted, place.mesh)
 
     return Probe(
-        config=config, look=functools.partial(jitted, target_params), held=held, place=place
+        config=config,
+        look=functools.partial(jitted, target_params),
+        held=held,
+        place=place.all_rows,
     )
 
 
@@ -79,6 +84,7 @@ def look(
     key: Key[Array, ""],
     with_norms: bool,
     with_loss: bool,
+    mesh: Mesh | None = None,
 ) -> dict:
     """Prefixes by how blocks are drafted; the loss over the whole vocabulary; gradient norms.
 
@@ -92,6 +98,7 @@ def look(
       key: of the anchors.
       with_norms: also each loss term's gradient norm.
       with_loss: also the loss and what it is made of.
+      mesh: devices that share the work.
     """
     drafter, losses, chunk = nnx.merge(graphdef, params), config.losses, config.anchor_chunk
     shape = drafter.config
@@ -101,7 +108,7 @@ def look(
 
     def objective(params, losses, share):
         drafter = nnx.merge(graphdef, params)
-        return loss(drafter, known, blocks, batch.tokens, losses, chunk, None, share)
+        return loss(drafter, known, blocks, batch.tokens, losses, chunk, None, share, mesh)
 
     found = metrics.measure(drafter, known, blocks, batch.tokens, chunk, losses.candidates)
     seen = {"prefixes": found, "norms": {}}

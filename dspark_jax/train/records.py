@@ -1,7 +1,7 @@
 """Lines of metrics, to metrics.jsonl and as TensorBoard events; none of a lost step remains."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ class Records:
     """
 
     def __init__(self, workdir: Path, step: int, tensorboard: bool, writes: bool = True):
-        has_events = tensorboard and writes
-        self._writer = _event_writer(workdir / "tensorboard", step) if has_events else None
+        open_events = _event_writer() if tensorboard else None  # if absent, so on all processes
+        self._writer = (
+            open_events(workdir / "tensorboard", step) if tensorboard and writes else None
+        )
         self._file = open_metrics(workdir, step) if writes else None
 
     def write(self, line: dict) -> None:
@@ -53,8 +55,8 @@ def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield from scalars(inner, f"{name}/{part}" if name else str(part))
 
 
-def _event_writer(folder: Path, step: int):
-    """Appends to the folder; TensorBoard drops what earlier files say of later steps."""
+def _event_writer() -> Callable:
+    """(folder, step) -> a writer; TensorBoard drops what earlier files say of later steps."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
@@ -63,4 +65,6 @@ def _event_writer(folder: Path, step: int):
             "or leave it False: metrics.jsonl holds the same numbers"
         ) from None
     # Files are named by the second: the suffix keeps a quick continuation from overwriting one.
-    return SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".{step}")
+    return lambda folder, step: SummaryWriter(
+        str(folder), purge_step=step + 1, filename_suffix=f".{step}"
+    )

@@ -1,9 +1,11 @@
 """A training session as users start it: models and data from a config, progress, export."""
 
+import dataclasses
 import functools
 import logging
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -14,7 +16,7 @@ from dspark_jax.manifest import Manifest
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.processes import is_first
-from dspark_jax.train import data, initial, loop, sources
+from dspark_jax.train import data, initial, loop, placement, sources
 from dspark_jax.train.budget import Budget
 from dspark_jax.train.plan import plan
 from dspark_jax.train.workdir import pinned
@@ -32,7 +34,7 @@ def train(config: TrainConfig) -> Path:
     Returns:
       The folder of the drafter, in our own format.
     """
-    target = load_target(config.target)
+    target = placed_target(config)
     mode = trained_mode(Path(config.data), config.thinking)
     _check_mask_token(config, target)
     corpus = read_corpus(config, target)
@@ -57,9 +59,17 @@ def train(config: TrainConfig) -> Path:
     return folder
 
 
+def placed_target(config: TrainConfig) -> LoadedTarget:
+    """The target, read into the host's memory and put where the run's mesh wants it."""
+    place = placement.of(config)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        target = load_target(config.target, jnp.dtype(config.target_dtype))
+    return dataclasses.replace(target, model=place.module(target.model))
+
+
 def dry_run(config: TrainConfig) -> Budget:
     """What the run would need: the target's weights are not read, nothing is trained or written."""
-    target = outline_target(config.target)
+    target = outline_target(config.target, jnp.dtype(config.target_dtype))
     _check_mask_token(config, target)
     corpus = read_corpus(config, target)
     drafter = initial.drafter_config(config.drafter, target.model.config)

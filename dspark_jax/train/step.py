@@ -1,6 +1,5 @@
 """One optimizer step: pure functions of state and batch; the loop jits them."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +95,7 @@ def _over_anchors(
 
     The backward pass forms each part's activations anew: beside the lm head that costs little.
     """
-    size = math.gcd(parts[0].shape[1], chunk)
+    size = largest_divisor(parts[0].shape[1], chunk)
     if size == parts[0].shape[1]:
         return function(parts)
 
@@ -105,6 +104,11 @@ def _over_anchors(
 
     out = jax.lax.map(jax.checkpoint(function), jax.tree.map(split, parts))
     return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
+
+
+def largest_divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` that is at most `most`."""
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
 def loss(

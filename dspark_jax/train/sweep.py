@@ -7,20 +7,17 @@ peak memory does not grow with the anchors.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import Losses
 from dspark_jax.nn.drafter import Heads, Lent
-from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, varying_as, zeros
-from dspark_jax.train.vocabulary import Subset
-from dspark_jax.walk import follow
-
 from dspark_jax.train.losses import TERMS, Supervision, Tally, chunk_loss
+from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, zeros
+from dspark_jax.train.vocabulary import Subset
 
 
 def block_loss(

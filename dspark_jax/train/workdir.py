@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import DrafterConfig, TrainConfig, as_dict
+from dspark_jax.manifest import replace
 from dspark_jax.train.data import Corpus, Stored
 
 # What may differ between a run and its continuation: it changes no parameter beyond rounding.
@@ -63,7 +64,7 @@ def pin(workdir: Path, config: TrainConfig, drafter: DrafterConfig, corpus: Corp
     if before is None:
         workdir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(resolved, indent=1) + "\n"
-        (workdir / "config.json").write_text(text, encoding="utf-8")
+        replace(workdir / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     elif changed := differences(before, resolved, _MAY_CHANGE):
         raise ValueError(
             f"{workdir} holds a run with other settings: {'; '.join(changed)}. "
@@ -91,5 +92,5 @@ def open_metrics(workdir: Path, step: int):
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        replace(path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
     return path.open("a", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +34,6 @@ from dspark_jax.weights.load import (
     load_target,
     load_text,
 )
-
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +150,7 @@ def _stream(
 
 def run_evaluate(args: Evaluate) -> None:
     """`dspark evaluate`."""
-    sets = [(spec, numbered(spec)) for spec in args.prompts]
+    sets = [(spec, answer.read_some(spec)) for spec in args.prompts]
     if args.batch_size < 1:
         raise ValueError(f"batch_size = {args.batch_size}: must be at least 1")
     target, one, _ = _engines(args.models, with_plain=False)
@@ -170,17 +168,9 @@ def run_evaluate(args: Evaluate) -> None:
     report.print_summaries([*rows, ("all", summarise(everything))], args.json)
 
 
-def numbered(spec: str) -> list[answer.Prompt]:
-    """Prompts of FILE or FILE:N."""
-    name, _, count = re.fullmatch(r"(.*?)(:(\d+))?", spec).groups()
-    if count is not None and int(count) < 1:
-        raise ValueError(f"prompts = {spec}: the number behind the colon must be at least 1")
-    return answer.read_prompts(Path(name), int(count) if count else None)
-
-
 def first_turns(specs: Sequence[str]) -> list[answer.Prompt]:
     """First turns of the prompts of files."""
-    prompts = [prompt for spec in specs for prompt in numbered(spec)]
+    prompts = [prompt for spec in specs for prompt in answer.read_some(spec)]
     return [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
 
 

@@ -125,13 +125,33 @@ def test_a_slow_answer_is_asked_again(run, http):
 
 
 def test_a_refusal_is_not_asked_again_and_what_was_answered_is_kept(run, http, tmp_path):
-    http.trouble = [200, 200, 200, 200, 400]
-    with pytest.raises(EndpointError, match=r"/chat/completions refuses: 400: .*no"):
+    http.trouble = [200, 200, 200, 200, 403]
+    with pytest.raises(EndpointError, match=r"/chat/completions refuses: 403: .*no"):
         run(concurrency=1)
     assert len(http.asked) == 5
     shards = run(concurrency=1)
     assert len(shards) == 6 and len(http.asked) == 5 + 8
     assert shards.fingerprint == run(folder="never stopped").fingerprint
+
+
+def test_a_row_the_server_refuses_is_left_out_and_counted(run, http):
+    """Unless it has refused everything: then the requests are at fault, not the row."""
+    http.trouble = [200, 400]
+    shards = run([{"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["c"]}], concurrency=1)
+    assert len(shards) == 2 and shards.manifest.dropped == {"refused by the server": 1}
+    http.trouble = [400]
+    with pytest.raises(EndpointError, match="refuses: 400"):
+        run(folder="other", concurrency=1)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thoughts_reach_the_template_under_either_name(http, settings, name):
+    http.reply = lambda body: completion(body, **{name: "hm"})
+    url = f"http://127.0.0.1:{http.server_address[1]}"
+    with endpoint.Asker(Server(endpoint=url)) as asker:
+        talker = endpoint.Talker(asker, "tiny", None, OPTIONS)
+        reply, _ = talker._reply(0, [{"role": "user", "content": "a"}], 9)
+    assert reply["reasoning_content"] == "hm"
 
 
 def test_a_server_that_stays_away_ends_the_run_which_then_goes_on(run, http):

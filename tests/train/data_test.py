@@ -62,6 +62,11 @@ def test_the_order_depends_on_the_seed_alone(corpus):
     assert names(endless(corpus, seed=1), 14) != order
 
 
+def parted(hosts: int) -> list[np.ndarray]:
+    """The rows of each host in a batch of four."""
+    return np.split(np.arange(4), hosts)
+
+
 def together(parts):
     """The batch that all hosts hold together; what they hold has one shape."""
     assert len({part.tokens.shape for part in parts}) == 1
@@ -75,9 +80,7 @@ def test_all_hosts_together_hold_the_batches_of_one(corpus, hosts, threads, capa
     """T20, T23: whatever the number of hosts and readers, with equal shapes on all hosts."""
     options = {"batch_size": 4, "capacity": capacity}
     single = endless(corpus, **options)
-    parts = [
-        endless(corpus, host=host, hosts=hosts, threads=threads, **options) for host in range(hosts)
-    ]
+    parts = [endless(corpus, mine=rows, threads=threads, **options) for rows in parted(hosts)]
     for _ in range(6):
         chex.assert_trees_all_equal(together([next(part) for part in parts]), next(single))
         assert all(part.get_state() == single.get_state() for part in parts)
@@ -91,8 +94,8 @@ def test_a_restored_position_continues_the_same_order(corpus, stop, before, afte
     """T22: three epochs with a stop anywhere are three epochs, also on other numbers of hosts."""
 
     def of(hosts):
-        options = {"batch_size": 4, "capacity": capacity, "hosts": hosts}
-        return [endless(corpus, host=host, **options) for host in range(hosts)]
+        options = {"batch_size": 4, "capacity": capacity}
+        return [endless(corpus, mine=rows, **options) for rows in parted(hosts)]
 
     def drawn(parts, count):
         return [name for _ in range(count) for part in parts for name in first_tokens(next(part))]
@@ -106,15 +109,6 @@ def test_a_restored_position_continues_the_same_order(corpus, stop, before, afte
     for part in second:
         part.set_state(position)
     assert seen + drawn(second, 6 - stop) == uninterrupted
-
-
-@pytest.mark.parametrize(
-    ("host", "hosts", "complaint"),
-    [(0, 3, "batch_size = 4"), (2, 2, "host = 2"), (-1, 2, "host = -1")],
-)
-def test_a_batch_that_cannot_be_shared_is_refused(corpus, host, hosts, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        endless(corpus, batch_size=4, host=host, hosts=hosts)
 
 
 def test_every_epoch_packs_every_conversation_once(corpus):

@@ -37,6 +37,16 @@ def test_taps_must_increase_within_the_target(tiny_target, taps):
         initial.drafter_config(recipe, tiny_target.config)
 
 
+@pytest.mark.parametrize(("from_anchor", "window"), [(True, 6), (False, 7)])
+def test_a_window_reaches_over_a_block(tiny_target, from_anchor, window):
+    """F09."""
+    narrow = dataclasses.replace(RECIPE, predict_from_anchor=from_anchor, window=window)
+    with pytest.raises(ValueError, match=f"drafter.window = {window}: .* the {window + 1} rows"):
+        initial.drafter_config(narrow, tiny_target.config)
+    wide = dataclasses.replace(narrow, window=window + 1)
+    assert initial.drafter_config(wide, tiny_target.config).windows == (window + 1,)
+
+
 def test_embeddings_and_the_last_layer_may_be_tapped(tiny_target):
     recipe = dataclasses.replace(RECIPE, target_layer_ids=(-1, 3))
     config = initial.drafter_config(recipe, tiny_target.config)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -94,7 +95,8 @@ def test_a_step_on_a_mesh_is_that_of_one_device(target, corpus, mesh):
     _, found, seen = first_step(target, corpus, mesh)
     chex.assert_trees_all_close(seen, measured, rtol=1e-5, atol=1e-6)
     moments = [optimizer_moments(state) for state in (found, expected)]
-    chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
+    for one, other in zip(*moments, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
     spread = found.params["heads"]["head"]["w1"][...].sharding
     assert spread.is_fully_replicated == ("fsdp" not in mesh)
 
@@ -143,6 +145,21 @@ def test_a_run_continues_on_other_devices(target, corpus, tmp_path):
         ({"mesh": "rows=8"}, "mesh = 'rows=8'"),
     ],
 )
+def test_processes_load_the_rows_of_their_devices(corpus, monkeypatch):
+    """Meshes follow the wires between chips: a process's rows may lie apart."""
+    devices = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(8, 1, 1)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
+    whole = data.collate(corpus.conversations[:8], 16)
+    place = placement.Placement(mesh=mesh, batch_size=8)
+    assert place.mine.tolist() == list(range(8))
+    monkeypatch.setattr(placement.Placement, "mine", np.array([1, 3, 5, 7]))
+    half = jax.tree.map(lambda x: x[place.mine], whole)
+    rows = place.rows(jax.tree.map(lambda x: np.repeat(x, 1, 0), half)).tokens
+    for shard in rows.addressable_shards:
+        if shard.index[0].start % 2:
+            np.testing.assert_array_equal(shard.data, whole.tokens[shard.index])
+
+
 def test_a_mesh_that_does_not_fit_is_named(change, says):
     with pytest.raises(ValueError, match=says):
         placement.of(dataclasses.replace(CONFIG, **change))

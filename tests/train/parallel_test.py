@@ -14,8 +14,8 @@ from dspark_jax.config import Confidence, Domino, Losses, Markov, Recurrent
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train.losses import Supervision
-from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.parallel import Vocabulary
+from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.vocabulary import Subset
 
 from ..conftest import DRAFTER, sharpened

@@ -127,22 +127,25 @@ def log_law_in_decoding(target, drafter, chosen, forced):
 
 
 @pytest.mark.parametrize(
-    ("head", "predict_from_anchor", "convolution"),
+    ("head", "predict_from_anchor", "convolution", "window"),
     [
-        (None, False, None),
-        pytest.param(None, True, None, marks=pytest.mark.slow),
-        (Markov(rank=4), True, None),
-        (Markov(rank=4), False, None),
-        (Markov(rank=4, gate="gated"), True, None),
-        (Markov(rank=4, gate="linear"), False, Convolution(kernel_size=2, group_size=8)),
-        (Recurrent(rank=4), True, None),
-        (Domino(rank=4, gru_width=6, pure_prefix=1), False, None),
+        (None, False, None, None),
+        pytest.param(None, True, None, None, marks=pytest.mark.slow),
+        (Markov(rank=4), True, None, None),
+        (Markov(rank=4), False, None, 5),
+        (Markov(rank=4, gate="gated"), True, None, None),
+        (Markov(rank=4, gate="linear"), False, Convolution(kernel_size=2, group_size=8), None),
+        (Recurrent(rank=4), True, None, None),
+        (Domino(rank=4, gru_width=6, pure_prefix=1), False, None, None),
     ],
 )
 def test_training_and_decoding_draft_alike(
-    tiny_target, tiny_drafter, known, head, predict_from_anchor, convolution
+    tiny_target, tiny_drafter, known, head, predict_from_anchor, convolution, window
 ):
-    """T02: the same law at every position of a block, whichever path computes it."""
+    """T02, F09: the same law at every position of a block, whichever path computes it.
+
+    Behind the anchors 3 and 7 there are tokens at, within and beyond the window of five.
+    """
     config = dataclasses.replace(
         tiny_drafter.config,
         num_layers=1,
@@ -150,6 +153,7 @@ def test_training_and_decoding_draft_alike(
         head=head,
         confidence=None,
         convolution=convolution,
+        windows=() if window is None else (window,),
     )
     drafter = random_drafter(config)
     chosen = (0, 3, 7)
