@@ -308,9 +308,9 @@ def test_peak_memory_does_not_grow_with_the_anchors(optimised):
             known = Knowledge(features=features, hidden=rows, lent=lent)
             batch = Batch(tokens=tokens, loss_mask=tokens >= 0)
             blocks = anchors.cut(batch, at, at >= 0, config.block_size)
-            return step.loss(drafter, known, blocks, tokens, Losses(), chunk=64)[0]
+            return step.loss(drafter, known, blocks, tokens, Losses(), chunk=64)
 
-        gradient = jax.jit(jax.value_and_grad(objective))
+        gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))
         lowered = gradient.lower(drafter, table, rows, features, tokens, at)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
