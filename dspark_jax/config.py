@@ -276,7 +276,7 @@ class Losses:
         for field in ("cross_entropy", "l1", "length", "confidence", "selector", "decay"):
             if getattr(self, field) < 0:
                 raise ValueError(f"losses.{field} = {getattr(self, field)}: must be 0 or more")
-        if self.base_decay is not None and not 0 < self.base_decay <= 1:
+        if self.base_decay is not None and not 0 <= self.base_decay <= 1:
             raise ValueError(f"losses.base_decay = {self.base_decay}: must be in 0..1, or None")
         if self.candidates < 1:
             raise ValueError(f"losses.candidates = {self.candidates}: must be at least 1")

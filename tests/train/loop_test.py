@@ -160,6 +160,7 @@ def made_up_step(loss: float, *counted: float) -> dict:
             base=jnp.asarray(0.0),
             selector=jnp.asarray(0.0),
             l1=jnp.asarray(0.5),
+            length=jnp.asarray(0.0),
             confidence=jnp.asarray(0.25),
             accepted=shares * jnp.asarray(counted),
             agreed=jnp.asarray(counted),
@@ -188,9 +189,10 @@ def test_metrics_are_ratios_of_sums():
 @pytest.mark.parametrize("field", ["loss", "gradient_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_step_stops_the_run(field, value):
-    line = {"step": 3, "loss": 1.0, "gradient_norm": 1.0, field: value}
+    """Whichever of the steps since the last line it was."""
+    sound = {"loss": 1.0, "gradient_norm": 1.0}
     with pytest.raises(FloatingPointError, match=r"step 3: .*optimizer.learning_rate"):
-        loop._refuse_nonfinite(line)
+        loop._refuse_nonfinite(3, [{**sound, field: value}, sound])
 
 
 def continued(target, prompt: tuple[int, ...], count: int) -> np.ndarray:

@@ -136,6 +136,23 @@ def test_the_gradient_scales_with_what_is_done_to_the_loss(tiny_drafter, hidden,
     chex.assert_trees_all_close(three, jax.tree.map(lambda g: 3 * g, one), rtol=1e-5)
 
 
+def test_a_perfect_draft_is_as_long_as_its_block(tiny_drafter, given, lent):
+    """F08: with four slots the term is minus four, and short of that it teaches."""
+    heads = nnx.merge(*nnx.split(tiny_drafter.heads))
+    heads.head.w2.set_value(jnp.zeros((V, 4)))
+    every = given.replace(counted=jnp.ones((N, K), bool), weights=jnp.ones((N, K)))
+    alone = Losses(cross_entropy=0.0, l1=0.0, confidence=0.0, length=1.0)
+
+    def total(hidden, losses):
+        return module.chunk_loss(losses, WHOLE, heads, hidden, every, lent, None)[0]
+
+    run = jax.jit(jax.value_and_grad(total), static_argnums=1)
+    perfect, _ = run(every.target_hidden, alone)
+    np.testing.assert_allclose(perfect, -4.0 * N, rtol=1e-5)
+    worse, gradient = run(0.5 * every.target_hidden, alone)
+    assert worse > perfect and float(jnp.abs(gradient).max()) > 0
+
+
 def test_a_perfect_draft_is_accepted_whole(tiny_drafter, given, lent):
     """Same hidden states and no bias: the draft's law is the target's."""
     heads = nnx.merge(*nnx.split(tiny_drafter.heads))

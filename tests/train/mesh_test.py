@@ -137,14 +137,6 @@ def test_a_run_continues_on_other_devices(target, corpus, tmp_path):
     chex.assert_trees_all_close(named[:3], named[3:], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"mesh": "data=3"}, "batch_size = 8 must be a multiple"),
-        ({"mesh": "data=8", "anchor_chunk": 8}, "anchor_chunk = 8 must divide the 4 blocks"),
-        ({"mesh": "rows=8"}, "mesh = 'rows=8'"),
-    ],
-)
 def test_processes_load_the_rows_of_their_devices(corpus, monkeypatch):
     """Meshes follow the wires between chips: a process's rows may lie apart."""
     devices = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(8, 1, 1)
@@ -160,6 +152,14 @@ def test_processes_load_the_rows_of_their_devices(corpus, monkeypatch):
             np.testing.assert_array_equal(shard.data, whole.tokens[shard.index])
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mesh": "data=3"}, "batch_size = 8 must be a multiple"),
+        ({"mesh": "data=8", "anchor_chunk": 8}, "anchor_chunk = 8 must divide the 4 blocks"),
+        ({"mesh": "rows=8"}, "mesh = 'rows=8'"),
+    ],
+)
 def test_a_mesh_that_does_not_fit_is_named(change, says):
     with pytest.raises(ValueError, match=says):
         placement.of(dataclasses.replace(CONFIG, **change))
