@@ -18,7 +18,10 @@ PROMPT, NEW = (3, 1, 4, 15, 9, 2, 6), 40
 CUTS = [Candidates(), Candidates(count=4), Candidates(count=4, widen=2), Candidates(count=97)]
 
 
-@pytest.mark.parametrize("head", [Markov(rank=4), Domino(rank=4, gru_width=5)])
+@pytest.mark.parametrize(
+    "head",
+    [Markov(rank=4), pytest.param(Domino(rank=4, gru_width=5), marks=pytest.mark.slow)],
+)
 def test_a_replay_takes_the_rounds_that_decoding_takes(tiny_target, head):
     config = dataclasses.replace(DRAFTER, head=head, confidence=None)
     drafter = sharpened(jax.jit(lambda: Drafter(config, rngs=nnx.Rngs(1)))())

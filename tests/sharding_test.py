@@ -35,8 +35,15 @@ def test_the_table_splits_what_divides(path, shape, spec):
     assert partition(path, shape, make_mesh("tensor=4")) == spec
 
 
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("mesh", "temperature"),
+    [
+        ("data=2,tensor=2", 0.0),
+        pytest.param("data=2,tensor=2", 1.0, marks=pytest.mark.slow),
+        ("data=4", 1.0),
+        pytest.param("data=4", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_decoding_equals_one_device(tiny_target, tiny_drafter, mesh, temperature):
     lengths = (3, 9, 17, 30)
     tokens = [tuple(map(int, np.arange(n) * 7 % 90)) for n in lengths]

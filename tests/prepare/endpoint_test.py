@@ -9,6 +9,7 @@ import pytest
 
 from dspark_jax.prepare import endpoint
 from dspark_jax.prepare.endpoint import EndpointError, Server
+from dspark_jax.prepare.sample import Recipe
 from dspark_jax.prepare.session import prepare
 from dspark_jax.shards import Shards
 
@@ -145,11 +146,12 @@ def test_a_row_the_server_refuses_is_left_out_and_counted(run, http):
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_thoughts_reach_the_template_under_either_name(http, settings, name):
+def test_thoughts_reach_the_template_under_either_name(http, subject, name):
     http.reply = lambda body: completion(body, **{name: "hm"})
     url = f"http://127.0.0.1:{http.server_address[1]}"
+    recipe = Recipe(tokenizer=subject.tokenizer, variables={}, max_length=9, min_supervised=1)
     with endpoint.Asker(Server(endpoint=url)) as asker:
-        talker = endpoint.Talker(asker, "tiny", None, OPTIONS)
+        talker = endpoint.Talker(asker, "tiny", recipe, OPTIONS)
         reply, _ = talker._reply(0, [{"role": "user", "content": "a"}], 9)
     assert reply["reasoning_content"] == "hm"
 

@@ -205,7 +205,7 @@ def continued(target, prompt: tuple[int, ...], count: int) -> np.ndarray:
     return tokens[0, : len(prompt) + count]
 
 
-@pytest.mark.parametrize("predict_from_anchor", [True, False])
+@pytest.mark.parametrize("predict_from_anchor", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_drafter_memorises_a_sequence(tiny_target, tmp_path, predict_from_anchor):
     """C25: trained until it knows one answer, it drafts whole blocks of it that are accepted."""
     size, rounds, prompt = 4, 5, (3, 1, 4, 15)

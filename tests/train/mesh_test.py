@@ -106,8 +106,13 @@ def optimizer_moments(state):
     return [x for path, x in jax.tree.leaves_with_path(state.optimizer) if ".mu" in str(path)]
 
 
-def test_a_run_continues_on_other_devices(target, corpus, tmp_path):
-    """Stopped on eight devices, continued on four and on one, from the same state, bit for bit."""
+@pytest.mark.parametrize(
+    "meshes",
+    [[MESHES[0], None], pytest.param(["data=2,fsdp=2", None], marks=pytest.mark.slow)],
+    ids=["one", "four and one"],
+)
+def test_a_run_continues_on_other_devices(target, corpus, tmp_path, meshes):
+    """Stopped on eight devices, continued on fewer, from the same state, bit for bit."""
     config = dataclasses.replace(CONFIG, mesh=MESHES[0], workdir=str(tmp_path / "first"))
     shape = initial.drafter_config(config.drafter, target.config)
 
@@ -118,7 +123,7 @@ def test_a_run_continues_on_other_devices(target, corpus, tmp_path):
     with pytest.raises(SystemExit):
         loop.run(config, target, corpus, shape, stop)
     restored, lines = [], []
-    for mesh in ("data=2,fsdp=2", None):
+    for mesh in meshes:
         folder = tmp_path / str(mesh)
         shutil.copytree(config.workdir, folder)
         other = dataclasses.replace(config, mesh=mesh, steps=6, workdir=str(folder))

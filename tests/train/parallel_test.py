@@ -59,7 +59,7 @@ def test_a_split_vocabulary_is_a_whole_one(ties):
 
 
 def inputs(name: str):
-    config = dataclasses.replace(DRAFTER, vocab_size=V, **HEADS[name])
+    config = dataclasses.replace(DRAFTER, vocab_size=V, mask_token=V - 1, **HEADS[name])
     heads = sharpened(Heads(config, jnp.float32, rngs=nnx.Rngs(0)))
     keys = jax.random.split(jax.random.key(1), 6)
     counted = jnp.arange(K) < jax.random.randint(keys[0], (N, 1), 0, K + 1)

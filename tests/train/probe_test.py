@@ -65,6 +65,7 @@ def test_a_term_alone_has_the_gradient_of_the_step(measured):
         assert line["walked"]["reached"][0] == line["blocks"]
 
 
+@pytest.mark.slow
 def test_a_signal_while_measuring_saves_the_step(measured, micro_target, corpus, monkeypatch):
     """T19: the measurement is cut short, the step before it is kept, and the run ends the same."""
     whole, lines, _, _ = measured

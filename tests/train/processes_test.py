@@ -30,7 +30,13 @@ def free_port() -> int:
 def run_two(workdir: Path, stop_after: int) -> list[int]:
     """Exit codes of both."""
     where = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     command = [sys.executable, "-m", "tests.train.process"]
     options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
     started = [
@@ -43,7 +49,8 @@ def run_two(workdir: Path, stop_after: int) -> list[int]:
     return codes
 
 
-def test_two_processes_train_as_one_stop_together_and_continue(tmp_path):
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_train_as_one_stop_together_and_continue(tmp_path, is_stopped):
     """A SIGTERM to one stops both at one step; losses and parameters are those of one process."""
     config = mesh_test.make_config(tmp_path / "one", None)
     target, corpus = mesh_test.make_target(), mesh_test.make_corpus()
@@ -51,13 +58,15 @@ def test_two_processes_train_as_one_stop_together_and_continue(tmp_path):
     shape = initial.drafter_config(config.drafter, target.config)
     drafter = loop.run(config, target, corpus, shape, lines.append)
     folder = tmp_path / "two"
-    assert run_two(folder, 3) == [143, 143]
-    assert not (folder / "parameters.npz").exists()
+    if is_stopped:
+        assert run_two(folder, 3) == [143, 143]
+        assert not (folder / "parameters.npz").exists()
     assert run_two(folder, 0) == [0, 0]
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for name in ("step", "loss", "gradient_norm"):
         found, expected = ([line[name] for line in of] for of in (logged, lines))
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-5)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)  # roundings add up step by step
     parameters = list(np.load(folder / "parameters.npz").values())
     chex.assert_trees_all_close(
         parameters, [np.asarray(x) for x in jax.tree.leaves(nnx.state(drafter))], atol=1e-5
