@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from dspark_jax.config import (
     Confidence,
@@ -128,18 +129,29 @@ def namer(config: DrafterConfig) -> Callable[[str], str]:
 
 
 def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
-    """A DeepSpec drafter, and the embedding and lm head it ships."""
+    """A DeepSpec drafter, and the embedding and lm head it ships, in the dtype they are stored in.
+
+    Raises:
+      CheckpointError: the folder does not hold what its config.json describes.
+    """
     config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
     absent = [n for n in (_EMBEDDING, _HEAD) if n not in tensors]
     if absent:
         raise CheckpointError(f"{folder}: missing tensors: {', '.join(absent)}")
-    lent = Lent(
-        embedding=jnp.asarray(tensors.pop(_EMBEDDING), dtype),
-        head=jnp.asarray(tensors.pop(_HEAD), dtype),
-    )
+    lent = Lent(embedding=_table(tensors, _EMBEDDING, config), head=_table(tensors, _HEAD, config))
     build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
     drafter = fill(build, tensors, namer(config), dtype)
     return drafter, lent
+
+
+def _table(tensors: dict[str, Array], name: str, config: DrafterConfig) -> Float[Array, "V D"]:
+    """Takes a table of all tokens out of a folder's tensors."""
+    table, shape = tensors.pop(name), (config.vocab_size, config.geometry.width)
+    if table.shape != shape or not jnp.issubdtype(table.dtype, jnp.floating):
+        raise CheckpointError(
+            f"wrong tensors: {name} is {table.dtype} {table.shape}, expected floats {shape}"
+        )
+    return table
 
 
 def write(
@@ -151,6 +163,8 @@ def write(
     card: str = "",
 ) -> None:
     """Writes a drafter as DeepSpec's, with copies of the target's embedding and lm head.
+
+    A drafter may have more rows than the target: the copies get rows of zeros.
 
     Raises:
       CheckpointError: the format cannot hold it, with every reason.
@@ -178,10 +192,15 @@ def write(
     }
     tensors = export.tensors_of(drafter, namer(c), dtype)
     tensors |= {
-        _EMBEDDING: jnp.asarray(lent.embedding, dtype),
-        _HEAD: jnp.asarray(lent.head, dtype),
+        _EMBEDDING: _padded(lent.embedding, c.vocab_size, dtype),
+        _HEAD: _padded(lent.head, c.vocab_size, dtype),
     }
     export.write(folder, fields, tensors, card)
+
+
+def _padded(table: Float[Array, "rows D"], rows: int, dtype: DTypeLike) -> Float[Array, "V D"]:
+    """Rows of zeros behind the target's vocabulary."""
+    return jnp.pad(jnp.asarray(table, dtype), ((0, rows - table.shape[0]), (0, 0)))
 
 
 def _objections(c: DrafterConfig) -> list[str]:

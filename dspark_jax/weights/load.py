@@ -118,14 +118,20 @@ def drafter_folder(name: str) -> Path:
 
 
 def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
-    """A drafter's own embedding and lm head must be the target's, padding rows aside."""
+    """A drafter's own embedding and lm head must be the target's, padding rows aside.
+
+    They are the same where the coarser of both dtypes says so: one side may have been rounded.
+    """
     pairs = (
         ("embed_tokens", lent.embedding, target.embed_tokens[...]),
         ("lm_head", lent.head, target.head),
     )
     for name, theirs, ours in pairs:
         rows = theirs[: ours.shape[0]]
-        if rows.shape != ours.shape or not bool(jnp.all(rows == ours.astype(rows.dtype))):
+        coarse = min(rows.dtype, ours.dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
+        if rows.shape != ours.shape or not jnp.array_equal(
+            rows.astype(coarse), ours.astype(coarse)
+        ):
             raise CheckpointError(
                 f"{folder}: its {name}.weight differs from the target's; "
                 "this drafter was made for another target"

@@ -217,6 +217,12 @@ FC, W2 = "fc.weight", "markov_head.markov_w2.weight"
 TENSORS = {
     "missing tensor": (DSPARK, {FC: None}, f"missing tensors: {FC}"),
     "missing embedding": (DSPARK, {"embed_tokens.weight": None}, "missing tensors: embed_tokens"),
+    "an embedding of another shape": (
+        DSPARK,
+        {"embed_tokens.weight": (3, 5)},
+        r"embed_tokens.weight is float32 \(3, 5\), expected floats \(96, 64\)",
+    ),
+    "a quantised lm head": (DSPARK, {"lm_head.weight": np.int8}, "lm_head.weight is int8"),
     "missing norm": (DFLASH, {"hidden_norm.weight": None}, "missing tensors: hidden_norm.weight"),
     "extra tensor": (DSPARK, {"mtp.fc.weight": (2, 2)}, "unclaimed tensors: mtp.fc.weight"),
     "embedding where none belongs": (

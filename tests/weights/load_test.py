@@ -1,17 +1,20 @@
 """Names and folders -> models; a drafter's own embedding and lm head must be the target's."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from safetensors.flax import load_file, save_file
 
 from dspark_jax.config import Geometry, Rotary, TargetConfig
-from dspark_jax.nn.drafter import check_pair
+from dspark_jax.nn.drafter import Lent, check_pair
 from dspark_jax.nn.target import Target
+from dspark_jax.weights import deepspec
 from dspark_jax.weights.load import load_drafter, load_target
 from dspark_jax.weights.tensors import CheckpointError
 
@@ -60,6 +63,22 @@ def test_a_drafter_with_padded_vocabulary_rows_loads(target, tmp_path):
 def test_a_drafter_of_another_target_is_refused(target, tmp_path):
     with pytest.raises(CheckpointError, match="embed_tokens.weight differs"):
         load_drafter(str(padded_copy(tmp_path, 0, shift=0.5)), target)
+
+
+@pytest.mark.parametrize(("stored", "run"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_copy_rounded_on_one_side_is_the_target_s(stored, run, tmp_path):
+    """The target in full precision, or in half: its own export is known again, another's is not."""
+    config = dataclasses.replace(TARGET, tied=False)
+    target = Target(config, rngs=nnx.Rngs(0))
+    tables = np.random.default_rng(1).normal(size=(2, config.vocab_size, 32)).astype(np.float32)
+    lent = Lent(embedding=jnp.asarray(tables[0]), head=jnp.asarray(tables[1]))
+    deepspec.write(tmp_path, drafter_of(vocab_size=99), lent, config, jnp.dtype(stored))
+    target.embed_tokens.set_value(lent.embedding.astype(run))
+    target.lm_head.set_value(lent.head.astype(run))
+    assert load_drafter(str(tmp_path), target).config.vocab_size == 99  # two rows of padding
+    target.lm_head.set_value(lent.head.at[5, 7].multiply(1.01).astype(run))
+    with pytest.raises(CheckpointError, match="lm_head.weight differs"):
+        load_drafter(str(tmp_path), target)
 
 
 def test_none_is_no_drafter():
