@@ -115,10 +115,16 @@ def tensors_of(drafter: Drafter, names: Callable[[str], str], dtype: DTypeLike) 
     return tensors
 
 
+def require_empty(folder: Path) -> None:
+    """Raises CheckpointError if a folder holds a checkpoint, of whatever kind."""
+    names = ("config.json", "model.safetensors", "model.safetensors.index.json")
+    if held := [name for name in names if (folder / name).exists()]:
+        raise CheckpointError(f"{folder} already holds a {held[0]}: give another folder")
+
+
 def write(folder: Path, fields: Mapping[str, Any], tensors: dict[str, Array], card: str) -> None:
     """config.json, model.safetensors and the card; the folder must not hold another checkpoint."""
-    if (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} already holds a config.json: give another folder")
+    require_empty(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(jax.device_get(tensors), folder / "model.safetensors", {"format": "pt"})
     text = json.dumps(dict(fields), indent=1) + "\n"

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dspark_jax.config import TargetConfig
+from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.nn.drafter import Drafter, Lent
-from dspark_jax.weights import deepspec, native, specforge, speculators, zlab
+from dspark_jax.weights import deepspec, export, native, specforge, speculators, zlab
 from dspark_jax.weights.tensors import CheckpointError, architecture, part, read_json
 
 Format = Literal["native", "deepspec", "dflash", "dflash2", "speculators", "domino"]
@@ -62,7 +62,8 @@ def _published(config: Mapping[str, Any]) -> Format:
     is_deepspec, is_zlab = name in deepspec.ARCHITECTURES, name in zlab.ARCHITECTURES
     foreign = _NESTED if is_deepspec else _DEEPSPEC if is_zlab else ()
     odd = [field for field in foreign if config.get(field) is not None]
-    if not is_deepspec and config.get("sample_from_anchor") is not None:
+    said = {**config, **part(config, "dflash_config")}
+    if not is_deepspec and said.get("sample_from_anchor") is not None:
         odd.append("sample_from_anchor")
     has_fields = bool(config.get("target_layer_ids") or config.get("dflash_config"))
     if odd or (has_fields and not is_deepspec and not is_zlab):
@@ -120,12 +121,13 @@ def write(
     """Writes a drafter; DeepSpec's format also holds what the target lends, others do not.
 
     Raises:
-      CheckpointError: the format cannot hold the drafter, with every reason.
+      CheckpointError: the format cannot hold the drafter, with every reason; or the folder holds
+        a checkpoint.
     """
     second = drafter.config.head is not None
     if kind in ("dflash", "dflash2") and second != (kind == "dflash2"):
-        other = "dflash2" if second else "dflash"
-        raise CheckpointError(f"head = {drafter.config.head}: write it as {other}, not {kind}")
+        raise CheckpointError(f"head = {drafter.config.head}: {_advice(drafter.config, kind)}")
+    export.require_empty(folder)
     match kind:
         case "native":
             native.save(folder, drafter, dtype, card)
@@ -137,3 +139,12 @@ def write(
             specforge.write(folder, drafter, target, dtype, card)
         case _:
             zlab.write(folder, drafter, target, dtype, card)
+
+
+def _advice(config: DrafterConfig, kind: Format) -> str:
+    """Which of z-lab's formats holds a head that this one does not, if any."""
+    if config.head is None:
+        return f"write it as dflash, not {kind}"
+    if getattr(config.head, "gate", None) == "linear":
+        return f"write it as dflash2, not {kind}"
+    return f"{kind} cannot hold it (dflash has no head, dflash2 a linear gate); choose another"

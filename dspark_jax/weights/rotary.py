@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.config import Rotary
-from dspark_jax.weights.tensors import CheckpointError, number, part, required
+from dspark_jax.weights.tensors import CheckpointError, flag, number, part, required
 
 _NAMES = {
     "default": "none",
@@ -39,8 +39,9 @@ def rotary(fields: Mapping[str, Any], hf: Mapping[str, Any]) -> Rotary:
     if kind not in _NAMES:
         raise CheckpointError(f"rope_type = {kind!r}: supported are {', '.join(_NAMES)}")
     partial = fields.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if fields.get("rope_interleave") or hf.get("rope_interleave"):
-        raise CheckpointError("rope_interleave = true: supported is the half-split layout")
+    for name, side_by_side in (("rope_interleave", True), ("rope_is_neox_style", False)):
+        if side_by_side in (flag(fields, name), flag(hf, name)):
+            raise CheckpointError(f"{name} = {side_by_side}: supported is the half-split layout")
     if kind in ("default", "proportional"):
         return Rotary(theta=theta, scaling=_NAMES[kind], partial=float(partial))
     if kind == "yarn" and fields.get("truncate") is False:

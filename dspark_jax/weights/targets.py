@@ -186,7 +186,13 @@ def qwen3_geometry(hf: Mapping[str, Any]) -> Geometry:
         raise CheckpointError(f"hidden_act = {act!r}: supported is silu")
     if hf.get("attention_bias"):
         raise CheckpointError("attention_bias = true: drafters' projections have no biases")
-    rotary = rotaries(hf)[0]
+    rotary, other = rotaries(hf)
+    kinds = hf.get("layer_types") or ()
+    if "sliding_attention" in kinds and other not in (None, rotary):
+        raise CheckpointError(
+            "config.json gives sliding layers another rotary embedding than full ones (see "
+            "rope_parameters, rope_local_base_freq): drafters have one rotary for all layers"
+        )
     if rotary.partial != 1 and rotary.scaling != "proportional":
         raise CheckpointError(
             f"partial_rotary_factor = {rotary.partial}: the format's own code turns whole heads "

@@ -33,6 +33,7 @@ from dspark_jax.weights.tensors import (
 )
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+_FOREIGN = ("sample_from_anchor", "shift_label", "dflash_query_causal")  # of other layouts
 _TOP_K = 16  # candidates of every published Selector
 _RENAMED = (
     (r"^backbone\.", ""),
@@ -58,6 +59,10 @@ def drafter_config(hf: Mapping[str, Any], is_second: bool | None = None) -> Draf
     if second and not is_second:
         raise CheckpointError(
             f"a DFlash checkpoint with {', '.join(second)}: these are {ARCHITECTURES[1]}'s"
+        )
+    if foreign := [f"{name} = {fields[name]!r}" for name in _FOREIGN if fields.get(name)]:
+        raise CheckpointError(
+            f"{', '.join(foreign)}: blocks here are the anchor and masks, no more"
         )
     backbone = backbone_config(hf, fields)
     return dataclasses.replace(backbone, **selector(fields)) if is_second else backbone
@@ -172,6 +177,7 @@ def backbone_fields(
     c: DrafterConfig, target: TargetConfig, dtype: DTypeLike, nested: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything but the architecture; `nested` are a head's own fields."""
+    causal = {} if _is_by_kind(c) else {"is_causal": any(c.causal)}
     said = {
         "output_multiplier": c.logit_multiplier if c.logit_multiplier != 1 else None,
         "final_logit_softcapping": c.logit_softcap,
@@ -181,7 +187,7 @@ def backbone_fields(
         **export.backbone_fields(c, target.max_length, dtype),
         "num_target_layers": target.num_layers,
         "block_size": c.num_inputs,
-        "is_causal": any(c.causal),
+        **causal,
         "dflash_config": {
             "target_layer_ids": list(c.target_layer_ids),
             "mask_token_id": c.mask_token,
@@ -236,6 +242,13 @@ def backbone_objections(c: DrafterConfig) -> list[str]:
         reasons.append(f"draft_vocab_size = {c.draft_vocab_size}: it drafts all tokens")
     if len(set(c.windows) - {None}) > 1:
         reasons.append(f"windows = {c.windows}: one size for all sliding layers")
-    if len(set(c.causal)) > 1:
-        reasons.append(f"causal = {c.causal}: is_causal speaks for all layers")
+    if len(set(c.causal)) > 1 and not _is_by_kind(c):
+        reasons.append(
+            f"causal = {c.causal}: is_causal speaks for all layers, without it sliding ones are"
+        )
     return reasons
+
+
+def _is_by_kind(c: DrafterConfig) -> bool:
+    """Layers differ, and just the sliding ones are causal: what is read without `is_causal`."""
+    return len(set(c.causal)) > 1 and c.causal == tuple(w is not None for w in c.windows)

@@ -68,6 +68,15 @@ def field(*path_and_value):
     return edit
 
 
+def slides(config):
+    """A sliding layer, with another rotary than the full one."""
+    config |= {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+        "rope_local_base_freq": 1e4,
+    }
+
+
 CONFIGS = {
     "unknown architecture": (DSPARK, field("architectures", ["GPT2Model"]), "GPT2Model"),
     "architecture is text": (
@@ -123,6 +132,27 @@ CONFIGS = {
     "theta in words": (DFLASH, field("rope_parameters", "rope_theta", "big"), "rope_theta = 'big'"),
     "unknown rope": (DFLASH, field("rope_parameters", "rope_type", "spiral"), "'spiral'"),
     "rope is a list": (DFLASH, field("rope_parameters", [1e6]), "rope_parameters = "),
+    "pairs side by side": (
+        DFLASH,
+        field("rope_is_neox_style", False),
+        "rope_is_neox_style = False",
+    ),
+    "a layout of another's": (
+        DFLASH,
+        field("dflash_config", "sample_from_anchor", True),
+        "sample_from_anchor does not say how blocks",
+    ),
+    "shifted labels": (
+        DFLASH,
+        field("dflash_config", "shift_label", True),
+        "shift_label = True: blocks",
+    ),
+    "causal queries": (
+        DFLASH2,
+        field("dflash_config", "dflash_query_causal", True),
+        "dflash_query_causal = True: blocks",
+    ),
+    "a rotary of sliding layers": (DFLASH, slides, "one rotary for all layers"),
     "unknown layer type": (DFLASH, field("layer_types", ["full", "full"]), "layer_types"),
     "sliding without a window": (
         DFLASH,

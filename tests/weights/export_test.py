@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import chex
@@ -67,6 +68,18 @@ def test_theirs_through_ours_is_theirs(name, tmp_path):
     assert formats.format_of(out) == kind
     assert formats.read(out, kind)[0].config == formats.read(folder, kind)[0].config
     assert differing(theirs_of(folder), theirs_of(out)) == set()
+
+
+@pytest.mark.parametrize("said", [{}, {"is_causal": True}, {"is_causal": False}])
+def test_layers_of_two_kinds_are_written_as_they_were_read(said, tmp_path):
+    """C39: without `is_causal` exactly the sliding layers are causal."""
+    folder = shutil.copytree(GOLDENS / "dflash_qwen3", tmp_path / "theirs")
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    fields = {n: v for n, v in theirs_of(folder).items() if n != "is_causal"} | mixed | said
+    (folder / "config.json").write_text(json.dumps(fields))
+    again(folder, tmp_path / "out")
+    assert zlab.read(tmp_path / "out").config == zlab.read(folder).config
+    assert differing(fields, theirs_of(tmp_path / "out")) == set()
 
 
 def differing(theirs: dict, ours: dict) -> set[str]:

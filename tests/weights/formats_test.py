@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from dspark_jax.config import Markov
 from dspark_jax.nn.drafter import Lent
 from dspark_jax.weights import formats, native
 from dspark_jax.weights.tensors import CheckpointError
@@ -74,6 +75,30 @@ def test_what_is_not_known_is_named(changes, complaint, tmp_path):
     """K08: the supported names are listed."""
     with pytest.raises(CheckpointError, match=complaint):
         formats.format_of(changed(tmp_path, "dflash_qwen3", **changes))
+
+
+@pytest.mark.parametrize(
+    ("head", "advice"),
+    [
+        (Markov(rank=4), "dflash cannot hold it .*choose another"),
+        (Markov(rank=4, gate="linear"), "write it as dflash2, not dflash"),
+    ],
+)
+def test_only_a_format_that_holds_the_head_is_advised(head, advice, tmp_path):
+    drafter = drafter_of(head=head, predict_from_anchor=False)
+    with pytest.raises(CheckpointError, match=advice):
+        formats.write(tmp_path, "dflash", drafter, TARGET, None, jnp.float32, "card")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_no_format_is_written_over_a_checkpoint(name, tmp_path):
+    """The target's own folder, say; our own format is no exception."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"already holds a {name}"):
+        formats.write(tmp_path, "native", drafter_of(), TARGET, None, jnp.float32, "card")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_what_the_caller_says_wins(tmp_path):
