@@ -89,8 +89,14 @@ def audit(
       samples: conversations that were trained on.
 
     Raises:
-      ValueError: the drafters' blocks differ in size, or no sample has an anchor.
+      ValueError: a drafter's vocabulary is a reduced one, the drafters' blocks differ in size, or
+        no sample has an anchor.
     """
+    if reduced := trained.config.draft_vocab_size or decoded.config.draft_vocab_size:
+        raise ValueError(
+            f"draft_vocab_size = {reduced}: only drafters of the whole vocabulary are audited, as "
+            "only those are trained"
+        )
     sizes = trained.config.block_size, decoded.config.block_size
     if sizes[0] != sizes[1]:
         raise ValueError(f"block_size = {sizes[1]} of the decoded drafter, {sizes[0]} trained with")

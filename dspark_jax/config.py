@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+MOST_LAYERS = 1024  # what a file asks for beyond is an error
+
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
@@ -60,6 +62,13 @@ class Geometry:
     layer_scalar: bool = False  # a stored, untrained factor on each layer's output (Gemma4)
     attention_scale: float | None = None  # of q.k; None = head_dim ** -0.5
     attention_softcap: float | None = None  # c * tanh(scores / c)
+
+    def __post_init__(self):
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads = {self.heads}, kv_heads = {self.kv_heads}: each key/value head must "
+                "serve as many query heads"
+            )
 
     @property
     def scale(self) -> float:
@@ -168,6 +177,8 @@ class DrafterConfig:
         for field, least in (("num_layers", 1), ("block_size", 1), ("draft_vocab_size", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least {least}")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers = {self.num_layers}: must be at most {MOST_LAYERS}")
         taps = self.target_layer_ids
         if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
             raise ValueError(

@@ -104,3 +104,11 @@ def test_an_audit_without_anchors_or_of_other_blocks_is_refused(tiny_target, tin
         audit(tiny_target, tiny_drafter, tiny_drafter, silent)
     with pytest.raises(ValueError, match="block_size = 3 of the decoded drafter, 4 trained with"):
         audit(tiny_target, tiny_drafter, misled(tiny_drafter, block_size=3), samples)
+    reduced = nnx.eval_shape(
+        lambda: Drafter(
+            dataclasses.replace(tiny_drafter.config, draft_vocab_size=9), rngs=nnx.Rngs(0)
+        )
+    )
+    for pair in ((reduced, tiny_drafter), (tiny_drafter, reduced)):
+        with pytest.raises(ValueError, match="draft_vocab_size = 9: only drafters of the whole"):
+            audit(tiny_target, *pair, samples)

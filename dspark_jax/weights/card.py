@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import Options
+from dspark_jax.weights.hub import repository
 from dspark_jax.weights.native import from_dict
 from dspark_jax.weights.tensors import CheckpointError
 
@@ -64,10 +65,14 @@ def warning(card: Card | None, options: Options) -> str | None:
 
 def front_matter(card: Card) -> str:
     """The YAML block, for hubs and for `read`."""
+    lines = ["library_name: dspark_jax", f"base_model: {json.dumps(repository(card.target))}"]
+    return "\n".join(["---", *lines, "tags: [speculative-decoding]", _line(card), "---", ""])
+
+
+def _line(card: Card) -> str:
+    """What we read."""
     fields = {name: value for name, value in dataclasses.asdict(card).items() if value is not None}
-    lines = ["library_name: dspark_jax", f"base_model: {json.dumps(card.target)}"]
-    lines += ["tags: [speculative-decoding]", _KEY + json.dumps(fields, ensure_ascii=False)]
-    return "\n".join(["---", *lines, "---", ""])
+    return _KEY + json.dumps(fields, ensure_ascii=False)
 
 
 def read(folder: Path) -> Card | None:
@@ -95,7 +100,10 @@ def carried(folder: Path, target: str, note: str) -> str:
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# Drafter for {target}\n"
     head, body = _split(text)
-    head = head or front_matter(Card(target=target))
+    if not head:
+        head = front_matter(Card(target=target))
+    elif not any(line.startswith(_KEY) for line in head.splitlines()):  # another's
+        head = head.removesuffix("---\n") + _line(Card(target=target)) + "\n---\n"
     return f"{head}{body.rstrip()}\n\n{note}\n"
 
 

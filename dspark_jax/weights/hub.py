@@ -13,6 +13,11 @@ def is_id(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def repository(name: str) -> str:
+    """owner/name of a hub id, as others write it; other names as they are."""
+    return name.removeprefix(PREFIX).partition("@")[0] if is_id(name) else name
+
+
 def fetch(name: str) -> Path:
     """The local folder of a hub id, downloaded on first use into the hub library's own cache.
 

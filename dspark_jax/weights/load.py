@@ -165,4 +165,4 @@ def convert(
     lent = Lent(embedding=target.model.embed_tokens[...], head=target.model.head)
     said = card.carried(found, target.name, f"Written as {kind} from {found.name} ({format}).")
     made_for = target.model.config
-    formats.write(folder, kind, drafter, made_for, lent, dtype, said, target.name)
+    formats.write(folder, kind, drafter, made_for, lent, dtype, said, hub.repository(target.name))

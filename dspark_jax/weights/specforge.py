@@ -4,7 +4,6 @@ Fields stand in `dflash_config`. Shifted labels mean that a block predicts from 
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,15 @@ from dspark_jax.config import Domino, DrafterConfig, TargetConfig
 from dspark_jax.nn.domino import DominoHead
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights import export, zlab
-from dspark_jax.weights.tensors import CheckpointError, fill, part, read_folder, read_json, whole
+from dspark_jax.weights.tensors import (
+    CheckpointError,
+    fill,
+    part,
+    read_folder,
+    read_json,
+    renamed,
+    whole,
+)
 
 PROJECTORS = ("domino", "causal_v5")  # two names of one thing
 _NAMES = {
@@ -76,7 +83,7 @@ def name(path: str) -> str:
 def read(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:
     """A Domino drafter; older files name the head's tensors behind `logit_head.`."""
     config = drafter_config(read_json(folder / "config.json"))
-    tensors = {re.sub(r"^logit_head\.", "", n): t for n, t in sorted(read_folder(folder).items())}
+    tensors = renamed(read_folder(folder), lambda name: name.removeprefix("logit_head."))
     return fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Experts, Geometry, Rotary, TargetConfig
+from dspark_jax.config import MOST_LAYERS, Experts, Geometry, Rotary, TargetConfig
 from dspark_jax.nn.target import Target
 from dspark_jax.weights import gemma4, gguf
 from dspark_jax.weights.rotary import rotaries
@@ -109,7 +109,7 @@ def target_config(hf: Mapping[str, Any]) -> TargetConfig:
         raise CheckpointError("quantization_config is present: dequantise the target first")
     if family in ("gemma2", "gemma3_text"):
         _check_gemma(hf, family)
-    gemma, layers = family.startswith("gemma"), required(hf, "num_hidden_layers")
+    gemma, layers = family.startswith("gemma"), whole(hf, "num_hidden_layers", most=MOST_LAYERS)
     full, sliding = rotaries(hf)
     width = required(hf, "hidden_size")
     if family == "gemma4_text":
@@ -167,7 +167,7 @@ def _geometry(hf: Mapping[str, Any], family: str, rotary: Rotary) -> Geometry:
         kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or width // heads,
         rotary=rotary,
-        norm_eps=required(hf, "rms_norm_eps"),
+        norm_eps=number(hf, "rms_norm_eps"),
         activation=_ACTIVATIONS[act],
         qkv_bias=bias or family == "qwen2",
         out_bias=bias and family != "qwen2",

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 Module = TypeVar("Module", bound=nnx.Module)
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # anything else is quantised
+_HUGE = 1e30  # no number of a config is; fp32 ends at 3.4e38
 _STORED = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")  # can be read
 Names = Callable[[str], str | Sequence[str]]  # our path -> their name, or the names it stacks
 
@@ -28,7 +29,9 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, numbers of 5,000 digits
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
@@ -42,20 +45,34 @@ def required(fields: Mapping[str, Any], name: str) -> Any:
     return fields[name]
 
 
-def whole(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
+def whole(fields: Mapping[str, Any], name: str, least: int = 1, most: int | None = None) -> int:
     """A whole number that config.json must give."""
     value = required(fields, name)
-    if type(value) is not int or value < least:
-        raise CheckpointError(f"{name} = {value!r}: must be a whole number, at least {least}")
+    if type(value) is not int or value < least or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"{least}..{most}"
+        raise CheckpointError(f"{name} = {value!r}: must be a whole number, {limits}")
     return value
 
 
 def number(fields: Mapping[str, Any], name: str) -> float:
-    """A number that config.json must give."""
+    """A finite number that config.json must give."""
     value = required(fields, name)
-    if type(value) not in (int, float):
-        raise CheckpointError(f"{name} = {value!r}: must be a number")
+    if type(value) not in (int, float) or not abs(value) < _HUGE:
+        raise CheckpointError(f"{name} = {_short(value)}: must be a number, finite")
     return float(value)
+
+
+def positive(fields: Mapping[str, Any], name: str) -> float:
+    """A number above 0 that config.json must give."""
+    value = number(fields, name)
+    if value <= 0:
+        raise CheckpointError(f"{name} = {value}: must be above 0")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def factor(fields: Mapping[str, Any], name: str) -> float | None:
@@ -109,7 +126,10 @@ def read_folder(folder: Path) -> dict[str, jax.Array]:
         raise CheckpointError(f"{index}: names files outside the folder: {outside}")
     tensors = {}
     for name in files:
-        tensors |= read_file(folder / name)
+        held = read_file(folder / name)
+        if odd := sorted(tensor for tensor in held if weight_map.get(tensor) != name):
+            raise CheckpointError(f"{index}: does not map to {name} what it holds: {odd[:8]}")
+        tensors |= held
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
         raise CheckpointError(f"{index}: lists tensors its files do not hold: {absent[:8]}")
@@ -118,9 +138,9 @@ def read_folder(folder: Path) -> dict[str, jax.Array]:
 
 def read_file(path: Path) -> dict[str, jax.Array]:
     """Every tensor of one safetensors file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file; expected safetensors weights here")
         with safe_open(path, framework="flax") as file:
             names = list(file.keys())
             dtypes = {name: file.get_slice(name).get_dtype() for name in names}
@@ -128,8 +148,24 @@ def read_file(path: Path) -> dict[str, jax.Array]:
             if odd:
                 raise CheckpointError(f"{path}: {'; '.join(odd[:4])}: dequantise it first")
             return {name: file.get_tensor(name) for name in names}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def renamed(tensors: Mapping[str, jax.Array], name: Callable[[str], str]) -> dict[str, jax.Array]:
+    """Tensors by other names.
+
+    Raises:
+      CheckpointError: two of them get the same one.
+    """
+    found: dict[str, str] = {}
+    for old in tensors:
+        if name(old) in found:
+            raise CheckpointError(f"{found[name(old)]} and {old} are two tensors for {name(old)}")
+        found[name(old)] = old
+    return {new: tensors[old] for new, old in found.items()}
 
 
 def typed(value: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array:
@@ -182,6 +218,8 @@ def fill(
         is_float = jnp.issubdtype(variable.dtype, jnp.floating)
         if str(value.dtype) not in _FLOATS and is_float:
             wrong.append(f"{parts[0]} holds {value.dtype}, expected one of {', '.join(_FLOATS)}")
+        if not is_float and not jnp.issubdtype(value.dtype, jnp.integer):
+            wrong.append(f"{parts[0]} holds {value.dtype}, expected whole numbers")
         filled.append((path, variable.replace(jnp.asarray(value, dtype if is_float else None))))
     complaints = [
         f"{what}: {', '.join(sorted(names)[:12])}"

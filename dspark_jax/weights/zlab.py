@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dspark_jax.config import Convolution, DrafterConfig, Markov, TargetConfig
+from dspark_jax.config import MOST_LAYERS, Convolution, DrafterConfig, Markov, TargetConfig
 from dspark_jax.nn.drafter import Drafter, rebuilt
 from dspark_jax.weights import export
 from dspark_jax.weights.targets import qwen3_geometry
@@ -28,6 +28,7 @@ from dspark_jax.weights.tensors import (
     part,
     read_folder,
     read_json,
+    renamed,
     whole,
     wholes,
 )
@@ -99,7 +100,7 @@ def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
-    layers = whole(hf, "num_hidden_layers")
+    layers = whole(hf, "num_hidden_layers", most=MOST_LAYERS)
     kinds = hf.get("layer_types") or ["full_attention"] * layers
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(f"layer_types = {kinds!r}: must be a list of names")
@@ -145,9 +146,8 @@ def name(path: str) -> str:
 def read(folder: Path, dtype: DTypeLike = jnp.float32, is_second: bool | None = None) -> Drafter:
     """A z-lab drafter; codebooks may be named with `.weight` or without."""
     config = drafter_config(read_json(folder / "config.json"), is_second)
-    tensors = {
-        re.sub(r"_codebook\.weight$", "_codebook", n): t for n, t in read_folder(folder).items()
-    }
+    bare = lambda name: re.sub(r"_codebook\.weight$", "_codebook", name)  # noqa: E731
+    tensors = renamed(read_folder(folder), bare)
     return fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), tensors, name, dtype)
 
 

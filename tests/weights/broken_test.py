@@ -45,8 +45,9 @@ def sound(tmp_path):
         if name == "domino":
             drafter = drafter_of(head=Domino(rank=5, gru_width=6), predict_from_anchor=False)
             specforge.write(tmp_path / name, drafter, TARGET, jnp.float32)
-        elif name == "native":
-            native.save(tmp_path / name, drafter_of(), jnp.float32, "card")
+        elif name in ("native", "reduced"):
+            drafter = drafter_of(draft_vocab_size=9 if name == "reduced" else 0)
+            native.save(tmp_path / name, drafter, jnp.float32, "card")
         else:
             (tmp_path / name).mkdir()
             for file in ("config.json", "model.safetensors"):
@@ -73,8 +74,13 @@ def slides(config):
     config |= {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
-        "rope_local_base_freq": 1e4,
+        "rope_local_base_freq": 5e5,
     }
+
+
+def rope(**fields):
+    """Fields of a stretched rotary embedding."""
+    return field("rope_parameters", {"rope_theta": 1e6, "factor": 2.0, **fields})
 
 
 CONFIGS = {
@@ -153,6 +159,33 @@ CONFIGS = {
         "dflash_query_causal = True: blocks",
     ),
     "a rotary of sliding layers": (DFLASH, slides, "one rotary for all layers"),
+    "a rope that is a number": (
+        DFLASH,
+        field("rope_parameters", {"full_attention": 5}),
+        "full_attention = 5: must be an object",
+    ),
+    "a list of ropes": (DFLASH, field("rope_parameters", "rope_type", ["yarn"]), "rope_type = "),
+    "a list of fractions": (
+        DFLASH,
+        field("partial_rotary_factor", [0.5]),
+        "partial_rotary_factor = ",
+    ),
+    "no frequency": (
+        DFLASH,
+        rope(rope_type="llama3", low_freq_factor=None),
+        "low_freq_factor",
+    ),
+    "beta in words": (DFLASH, rope(rope_type="yarn", beta_fast="32"), "beta_fast = '32'"),
+    "theta 0": (DFLASH, field("rope_parameters", "rope_theta", 0), "rope_theta = 0.0: must be"),
+    "a number too large": (DFLASH, field("rms_norm_eps", 10**400), "rms_norm_eps = 1000"),
+    "no number": (DFLASH, field("rms_norm_eps", float("nan")), "rms_norm_eps = nan"),
+    "heads that cannot be shared": (
+        DFLASH,
+        field("num_key_value_heads", 3),
+        "heads = 4, kv_heads = 3",
+    ),
+    "layers without end": (DFLASH, field("num_hidden_layers", 10**9), r"1\.\.1024"),
+    "our own without end": ("native", field("num_layers", 10**9), "at most 1024"),
     "unknown layer type": (DFLASH, field("layer_types", ["full", "full"]), "layer_types"),
     "sliding without a window": (
         DFLASH,
@@ -286,6 +319,21 @@ TENSORS = {
     "a map that disagrees": (REDUCED, {"t2d": "flipped"}, "d2t and t2d disagree"),
     "a map past the vocabulary": (REDUCED, {"d2t": "shifted"}, "d2t and t2d disagree"),
     "a reduced head of another size": (REDUCED, {"lm_head.weight": (41, 64)}, "lm_head.weight is"),
+    "ids that are floats": (
+        "reduced",
+        {"heads.draft_tokens": np.float32},
+        "holds float32",
+    ),
+    "a codebook twice": (
+        DFLASH2,
+        {"candidate_selector.successor_codebook.weight": (96, 12)},
+        "are two tensors for candidate_selector.successor_codebook",
+    ),
+    "a read-out twice": (
+        "domino",
+        {"logit_head.embed_proj.2.weight": (97, 5)},
+        "are two tensors for embed_proj.2.weight",
+    ),
     "domino without its read-out": ("domino", {"embed_proj.2.weight": None}, "embed_proj.2.weight"),
 }
 
@@ -329,6 +377,17 @@ def index(**weight_map):
     return edit
 
 
+def twice(folder: Path) -> None:
+    """Two files behind an index; the second holds a tensor of the first too."""
+    tensors = load_file(folder / "model.safetensors")
+    first, second = sorted(tensors)[:-3], [*sorted(tensors)[-3:], FC]
+    weight_map = dict.fromkeys(second, "b.safetensors") | dict.fromkeys(first, "a.safetensors")
+    for file, names in (("a.safetensors", first), ("b.safetensors", second)):
+        save_file({name: tensors[name] for name in names}, folder / file)
+    text = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 def config(text: str | bytes):
     data = text if isinstance(text, bytes) else text.encode()
     return lambda folder: (folder / "config.json").write_bytes(data)
@@ -359,6 +418,11 @@ FILES = {
     "an index with an absolute path": (index(x="/etc/passwd"), "outside the folder"),
     "an index to a file that is not there": (index(x="b.safetensors"), "b.safetensors: no such"),
     "an index to a tensor that is not there": (index(x="here"), r"do not hold: \['x'\]"),
+    "an index to a name that is too long": (index(x="b" * 300), "cannot be read"),
+    "a tensor in two files": (
+        twice,
+        r"does not map to b.saf.*\['fc.weight'\]",
+    ),
     "an index without a map": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
         "no `weight_map`",

@@ -86,6 +86,20 @@ def test_a_card_is_begun_where_there_was_none(tmp_path):
     assert card.read(tmp_path) == Card(target="org/target")
 
 
+def test_another_s_front_matter_gets_our_line(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nbase_model: org/t\n---\n# Theirs\n")
+    (tmp_path / "README.md").write_text(card.carried(tmp_path, "hf://org/t@v2", "Written anew."))
+    assert card.read(tmp_path) == Card(target="hf://org/t@v2")
+    text = (tmp_path / "README.md").read_text()
+    assert yaml.safe_load(text.split("---\n")[1])["license"] == "mit"
+    assert text.count("base_model") == 1 and "# Theirs" in text
+
+
+def test_hubs_are_told_the_target_by_its_id_there():
+    head = yaml.safe_load(card.front_matter(Card(target="hf://org/t@v2")).split("---\n")[1])
+    assert head["base_model"] == "org/t"
+
+
 def test_the_bundled_drafter_says_what_to_expect():
     """U04: the card's number is the one measured in the project's README."""
     known = card.read(BUNDLED)
