@@ -52,7 +52,8 @@ def format_of(folder: Path) -> Format:
 def _published(config: Mapping[str, Any]) -> Format:
     """DeepSpec's, z-lab's and SpecForge's, told apart by architecture and fields."""
     name = architecture(config)
-    projector = part(config, "dflash_config").get("projector_type")
+    nested = part(config, "dflash_config")
+    projector = nested.get("projector_type")
     if projector is not None and projector not in specforge.PROJECTORS:
         raise CheckpointError(
             f"projector_type = {projector!r}: supported are {', '.join(specforge.PROJECTORS)}"
@@ -62,8 +63,7 @@ def _published(config: Mapping[str, Any]) -> Format:
     is_deepspec, is_zlab = name in deepspec.ARCHITECTURES, name in zlab.ARCHITECTURES
     foreign = _NESTED if is_deepspec else _DEEPSPEC if is_zlab else ()
     odd = [field for field in foreign if config.get(field) is not None]
-    said = {**config, **part(config, "dflash_config")}
-    if not is_deepspec and said.get("sample_from_anchor") is not None:
+    if not is_deepspec and {**config, **nested}.get("sample_from_anchor") is not None:
         odd.append("sample_from_anchor")
     has_fields = bool(config.get("target_layer_ids") or config.get("dflash_config"))
     if odd or (has_fields and not is_deepspec and not is_zlab):

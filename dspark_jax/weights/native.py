@@ -21,6 +21,7 @@ from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
+    is_number,
     paths,
     read_folder,
     read_json,
@@ -84,8 +85,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return tuple(_value(inner[0], item, where) for item in value)
         if origin is typing.Literal and value in inner:
             return value
-        if type(value) is option or (option is float and type(value) is int):
-            return option(value)
+        if option is float and is_number(value):
+            return float(value)
+        if type(value) is option and option is not float:
+            return value
     raise CheckpointError(f"{where}: {value!r} is not {hint}")
 
 

@@ -22,8 +22,8 @@ def rotaries(hf: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
     nested = part(hf, "rope_parameters")
     if "full_attention" in nested:
         full = rotary(part(nested, "full_attention"), hf)
-        sliding = part(nested, "sliding_attention")
-        return full, rotary(sliding, hf) if sliding else None
+        name = "sliding_attention"
+        return full, None if nested.get(name) is None else rotary(part(nested, name), hf)
     legacy = part(hf, "rope_scaling")
     full = rotary({**legacy, "rope_theta": hf.get("rope_theta"), **nested}, hf)
     name = "rope_local_base_freq"

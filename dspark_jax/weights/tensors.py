@@ -54,10 +54,15 @@ def whole(fields: Mapping[str, Any], name: str, least: int = 1, most: int | None
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of a config is a finite number, and of a size that numbers there have."""
+    return type(value) in (int, float) and abs(value) < _HUGE
+
+
 def number(fields: Mapping[str, Any], name: str) -> float:
     """A finite number that config.json must give."""
     value = required(fields, name)
-    if type(value) not in (int, float) or not abs(value) < _HUGE:
+    if not is_number(value):
         raise CheckpointError(f"{name} = {_short(value)}: must be a number, finite")
     return float(value)
 

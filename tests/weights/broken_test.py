@@ -185,6 +185,16 @@ CONFIGS = {
         "heads = 4, kv_heads = 3",
     ),
     "layers without end": (DFLASH, field("num_hidden_layers", 10**9), r"1\.\.1024"),
+    "our own with no number": (
+        "native",
+        field("geometry", "norm_eps", float("nan")),
+        "norm_eps: nan is not",
+    ),
+    "our own with a number too large": (
+        "native",
+        field("geometry", "norm_eps", 10**400),
+        "norm_eps: 1000",
+    ),
     "our own without end": ("native", field("num_layers", 10**9), "at most 1024"),
     "unknown layer type": (DFLASH, field("layer_types", ["full", "full"]), "layer_types"),
     "sliding without a window": (

@@ -14,12 +14,13 @@ from safetensors.flax import load_file, save_file
 from dspark_jax.config import Geometry, Rotary, TargetConfig
 from dspark_jax.nn.drafter import Lent, check_pair
 from dspark_jax.nn.target import Target
+from dspark_jax.text import Tokenizer
 from dspark_jax.weights import deepspec
-from dspark_jax.weights.load import load_drafter, load_target
+from dspark_jax.weights.load import LoadedTarget, convert, load_drafter, load_target
 from dspark_jax.weights.tensors import CheckpointError
 
 from ..conftest import TARGET
-from .conftest import drafter_of
+from .conftest import drafter_of, theirs_of
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "dspark_qwen3_vanilla"
 
@@ -79,6 +80,15 @@ def test_a_copy_rounded_on_one_side_is_the_target_s(stored, run, tmp_path):
     target.lm_head.set_value(lent.head.at[5, 7].multiply(1.01).astype(run))
     with pytest.raises(CheckpointError, match="lm_head.weight differs"):
         load_drafter(str(tmp_path), target)
+
+
+def test_an_export_names_a_target_of_the_hub_as_others_do(target, tmp_path):
+    unread = Tokenizer.__new__(Tokenizer)
+    made_for = LoadedTarget(name="hf://org/target@v2", model=target, tokenizer=unread)
+    convert(str(GOLDEN.parent / "dflash_qwen3"), tmp_path, "speculators", made_for, jnp.float32)
+    verifier = theirs_of(tmp_path)["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == "org/target"
+    assert 'base_model: "org/target"' in (tmp_path / "README.md").read_text()
 
 
 def test_none_is_no_drafter():
