@@ -6,10 +6,10 @@ without opening one. It is replaced at once or not at all, and a shard counts on
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from dspark_jax.folders import replace
 
 VERSION = 1  # of the format
 MANIFEST = "manifest.json"
@@ -115,20 +115,3 @@ def _check_counts(manifest: Manifest, counts: dict[str, Any]) -> None:
             raise ValueError(
                 f"counts.{field} = {counts[field]}, its shards hold {getattr(manifest, field)}"
             )
-
-
-def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Lets `write` make a file beside `path`, then puts it in its place: a kill leaves either."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

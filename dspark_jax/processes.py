@@ -62,9 +62,11 @@ class StopRequests:
 
     def after(self, step: int) -> bool:
         """Whether the run stops after this step; the same on all processes, asked at each step."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._requested
+        if jax.process_count() == 1:
+            return self._requested
+        if not jax.config.jax_enable_preemption_service:
+            return False  # then nobody listens; the last checkpoint is what remains
+        return multihost_utils.reached_preemption_sync_point(step)
 
     def _request(self, *_) -> None:
         self._requested = True

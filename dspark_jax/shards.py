@@ -17,7 +17,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Bool, Int
 
-from dspark_jax.manifest import Manifest, Shard, replace
+from dspark_jax.folders import replace
+from dspark_jax.manifest import Manifest, Shard
 
 
 @dataclasses.dataclass(frozen=True)

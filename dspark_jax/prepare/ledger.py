@@ -6,7 +6,6 @@ rows alone, and a run that is killed loses no more than the rows it was busy wit
 """
 
 import dataclasses
-import fcntl
 import json
 import os
 from collections import Counter
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax import shards
-from dspark_jax.manifest import MANIFEST, Manifest, replace
+from dspark_jax.folders import lock, replace
+from dspark_jax.manifest import MANIFEST, Manifest
 from dspark_jax.prepare.sample import Outcome
 from dspark_jax.shards import Sample
 from dspark_jax.train.workdir import differences
@@ -48,7 +48,7 @@ class Ledger:
         """
         self.folder, self._rows, self._size = folder, rows, shard_size
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(folder)
+        self._lock = lock(folder)
         try:
             self.manifest = _resume(folder, settings)
             self._ended = _read_journal(folder / JOURNAL, self.manifest.consumed)
@@ -110,17 +110,6 @@ class Ledger:
         path = self.folder / JOURNAL
         replace(path, lambda temporary: temporary.write_text(lines, encoding="utf-8"))
         self._journal = path.open("a", encoding="utf-8")
-
-
-def _lock(folder: Path) -> int:
-    """Held while the process lives."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise ValueError(f"{folder}: another process is preparing it") from None
-    return handle
 
 
 def _resume(folder: Path, settings: Manifest) -> Manifest:

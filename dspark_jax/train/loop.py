@@ -1,5 +1,6 @@
 """The run: build, restore, and for each batch: step, log, save."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -17,6 +18,7 @@ from flax import nnx
 from dspark_jax.base import Batch
 from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
+from dspark_jax.folders import locked
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.processes import StopRequests, is_first, wait_for_all
@@ -60,8 +62,21 @@ def run(
     Returns:
       The trained drafter, in fp32.
     """
-    workdir = Path(config.workdir)
-    place = placement.of(config)
+    workdir, place = Path(config.workdir), placement.of(config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with locked(workdir) if is_first() else contextlib.nullcontext():
+        return _run(config, workdir, place, target, corpus, drafter_config, report)
+
+
+def _run(
+    config: TrainConfig,
+    workdir: Path,
+    place: Placement,
+    target: Target,
+    corpus: data.Corpus,
+    drafter_config: DrafterConfig,
+    report: Report,
+) -> Drafter:
     _pin_together(workdir, config, drafter_config, corpus)
     target = place.module(target)
     graphdef, state, chain = start(config, target, drafter_config, place)

@@ -7,6 +7,7 @@ from flax import nnx
 
 from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import DrafterConfig, TrainConfig
+from dspark_jax.folders import locked
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import loop
@@ -29,20 +30,21 @@ def configs(workdir: Path) -> tuple[TrainConfig, DrafterConfig]:
 
 
 def drafter(workdir: Path, target: Target) -> Drafter:
-    """The fp32 parameters of the last checkpoint. The run must not be going on.
+    """The fp32 parameters of the last checkpoint.
 
     Raises:
-      ValueError: there is no checkpoint.
+      ValueError: there is no checkpoint, or the run is going on.
     """
     config, drafter_config = configs(workdir)
     recipe = dataclasses.replace(config.drafter, start="random")  # only shapes are wanted
     config = dataclasses.replace(config, drafter=recipe)
     graphdef, like, _ = loop.start(config, target, drafter_config)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
-    try:
-        if checkpoints.latest is None:
-            raise ValueError(f"run = {workdir}: has no complete checkpoint")
-        state, _ = checkpoints.restore(like)
-    finally:
-        checkpoints.close()
+    with locked(workdir):  # to open checkpoints clears away a save in progress
+        checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
+        try:
+            if checkpoints.latest is None:
+                raise ValueError(f"run = {workdir}: has no complete checkpoint")
+            state, _ = checkpoints.restore(like)
+        finally:
+            checkpoints.close()
     return nnx.merge(graphdef, state.params)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import DrafterConfig, TrainConfig, as_dict
-from dspark_jax.manifest import replace
+from dspark_jax.folders import replace
 from dspark_jax.train.data import Corpus, Stored
 
 # What may differ between a run and its continuation: it changes no parameter beyond rounding.

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax import manifest as manifests
+from dspark_jax import folders
 from dspark_jax.manifest import Manifest
 from dspark_jax.prepare import ledger as ledgers
 from dspark_jax.prepare.ledger import JOURNAL, Ledger
@@ -81,7 +81,7 @@ def test_the_order_in_which_rows_end_changes_nothing(whole, tmp_path):
 
 @pytest.mark.parametrize("at", range(1, 21))
 def test_a_kill_at_any_write_loses_and_doubles_nothing(whole, tmp_path, monkeypatch, at):
-    calls, sync = [], manifests._sync
+    calls, sync = [], folders._sync
 
     def deadly(path):
         calls.append(path)
@@ -89,7 +89,7 @@ def test_a_kill_at_any_write_loses_and_doubles_nothing(whole, tmp_path, monkeypa
             raise Killed
         sync(path)
 
-    monkeypatch.setattr(manifests, "_sync", deadly)
+    monkeypatch.setattr(folders, "_sync", deadly)
     with pytest.raises(Killed):
         work(tmp_path)
     monkeypatch.undo()
