@@ -1,7 +1,7 @@
 r"""Six drafters for Qwen/Qwen3-14B on a TPU v5p-128 slice (64 chips).
 
 dspark prepare prompts.jsonl data/qwen3_14b --target Qwen3-14B --endpoint http://server:8000 \
-    --temperature 0.7 --top-p 0.8 --top-k 20 --max-new-tokens 4096 --thinking off
+    --temperature 0.7 --top-p 0.8 --top-k 20 --max-new-tokens 4096 --thinking False
 dspark train configs/qwen3_14b.py:dspark --distributed auto  # on every host
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `Qwen3-14B` is the folder of

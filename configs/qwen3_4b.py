@@ -1,7 +1,7 @@
 r"""Six drafters for Qwen/Qwen3-4B on a TPU v5p-64 slice (32 chips).
 
 dspark prepare prompts.jsonl data/qwen3_4b --target Qwen3-4B --endpoint http://server:8000 \
-    --temperature 0.7 --top-p 0.8 --top-k 20 --max-new-tokens 4096 --thinking off
+    --temperature 0.7 --top-p 0.8 --top-k 20 --max-new-tokens 4096 --thinking False
 dspark train configs/qwen3_4b.py:dspark --distributed auto  # on every host
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `Qwen3-4B` is the folder of
