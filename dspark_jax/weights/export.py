@@ -29,24 +29,16 @@ def refuse(kind: str, reasons: Sequence[str]) -> None:
 def unlike_qwen3(config: DrafterConfig) -> list[str]:
     """Fields of the geometry that Qwen3's decoder layer does not have."""
     g = config.geometry
-    plain = Geometry(
-        width=g.width,
-        mlp_width=g.mlp_width,
-        heads=g.heads,
-        kv_heads=g.kv_heads,
-        head_dim=g.head_dim,
-        rotary=g.rotary,
-        norm_eps=g.norm_eps,
-        qk_norm=True,
-    )
-    reasons = differences(g, plain)
+    reasons = differences(g, qk_norm=True)
     if g.rotary.partial != 1 and g.rotary.scaling != "proportional":
         reasons.append(f"geometry.rotary.partial = {g.rotary.partial}: Qwen3 turns whole heads")
     return reasons
 
 
-def differences(ours: Geometry, plain: Geometry) -> list[str]:
-    """Fields of a geometry that a family's plain one has otherwise; interleaved rotary too."""
+def differences(ours: Geometry, **numerics: Any) -> list[str]:
+    """Fields that a family's geometry of these sizes has otherwise; interleaved rotary too."""
+    sizes = ("width", "mlp_width", "heads", "kv_heads", "head_dim", "rotary", "norm_eps")
+    plain = Geometry(**{name: getattr(ours, name) for name in sizes}, **numerics)
     names = [f.name for f in dataclasses.fields(ours)]
     unlike = [name for name in names if getattr(ours, name) != getattr(plain, name)]
     reasons = [f"geometry.{name} = {getattr(ours, name)}" for name in unlike]

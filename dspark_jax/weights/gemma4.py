@@ -76,18 +76,7 @@ def _full(hf: Mapping[str, Any], name: str, flat: str) -> int:
 def objections(c: DrafterConfig) -> list[str]:
     """How a drafter with Gemma4's norms differs from what config.json can say of the family."""
     g, scale = c.geometry, c.geometry.width**0.5
-    plain = Geometry(
-        width=g.width,
-        mlp_width=g.mlp_width,
-        heads=g.heads,
-        kv_heads=g.kv_heads,
-        head_dim=g.head_dim,
-        rotary=g.rotary,
-        norm_eps=g.norm_eps,
-        value_from_key=g.value_from_key,
-        **_NUMERICS,
-    )
-    reasons = export.differences(g, plain)
+    reasons = export.differences(g, value_from_key=g.value_from_key, **_NUMERICS)
     if c.embedding_scale != scale:
         reasons.append(f"embedding_scale = {c.embedding_scale}: the family's is {scale}")
     return reasons
