@@ -19,7 +19,7 @@ Accepted length: not measured. Their authors report, at temperature 1 over nine 
 The curve of a run is in its metrics: held-out conversations are walked every 1,000 steps.
 """
 
-from dspark_jax.config import DrafterRecipe, Losses, TrainConfig
+from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
 from dspark_jax.recipes import six
 
 configs = six(

@@ -10,7 +10,8 @@ disk), then 45 minutes a run. Accepted length on 40 unseen prompts: 2.01 after b
 had 1,560 conversations, blocks of 5 and no weight decay (1.79), the second 3,528.
 """
 
-from dspark_jax.config import DrafterRecipe, Losses, Markov, Optimizer, TrainConfig
+from dspark_jax.config import Markov
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 
 config = TrainConfig(
     data="answers.jsonl",

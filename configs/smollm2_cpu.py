@@ -16,7 +16,7 @@ Accepted length: not measured. `configs/smollm2.py`, DSpark vanilla with four ti
 reaches 2.01.
 """
 
-from dspark_jax.config import DrafterRecipe, Losses, Optimizer, TrainConfig
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.recipes import six
 
 configs = six(

@@ -6,7 +6,8 @@ From the repository root; `tiny.jsonl` beside this file holds eight answers. Har
 2 CPU cores, about a minute once the target is there. Accepted length: just above 1.
 """
 
-from dspark_jax.config import DrafterRecipe, Markov, TrainConfig
+from dspark_jax.config import Markov
+from dspark_jax.config_training import DrafterRecipe, TrainConfig
 
 config = TrainConfig(
     data="configs/tiny.jsonl",

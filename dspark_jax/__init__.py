@@ -14,17 +14,14 @@ from dspark_jax.config import (
     Convolution,
     Domino,
     DrafterConfig,
-    DrafterRecipe,
     Geometry,
-    Losses,
     Markov,
-    Optimizer,
     Options,
     Recurrent,
     Rotary,
     TargetConfig,
-    TrainConfig,
 )
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.decode.answer import Answer, Prompt, read_prompts
 from dspark_jax.decode.engine import Engine, Generation, Request, engine
 from dspark_jax.decode.propose import Candidates, propose

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dspark_jax.config import Options, TrainConfig
+from dspark_jax.config import Options
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.nn.selector import TopK
 from dspark_jax.prepare.endpoint import Server
 from dspark_jax.prepare.session import Settings

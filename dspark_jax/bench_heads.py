@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from dspark_jax.config import Options, TrainConfig
+from dspark_jax.config import Options
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.engine import engine
 from dspark_jax.evaluate import Summary, summarise

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dspark_jax.bench import medians
-from dspark_jax.config import DrafterConfig, Geometry, Losses, Markov, Rotary
+from dspark_jax.config import DrafterConfig, Geometry, Markov, Rotary
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.losses import Supervision, Tally, chunk_loss
 from dspark_jax.train.parallel import Vocabulary

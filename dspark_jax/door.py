@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dspark_jax.config import Options, TrainConfig
+from dspark_jax.config import Options
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.decode import answer
 from dspark_jax.decode.answer import Answer, Prompt
 from dspark_jax.decode.engine import engine

@@ -4,16 +4,8 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from dspark_jax.config import (
-    Confidence,
-    Convolution,
-    Domino,
-    DrafterRecipe,
-    Losses,
-    Markov,
-    Recurrent,
-    TrainConfig,
-)
+from dspark_jax.config import Confidence, Convolution, Domino, Markov, Recurrent
+from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
 
 
 def six(base: TrainConfig, rank: int = 256, gru_width: int = 1024) -> dict[str, TrainConfig]:

@@ -201,7 +201,8 @@ def test_train_reads_a_config_file_trains_and_its_drafter_decodes(
     answers.write_text(json.dumps(row) + "\n")
     config = tmp_path / "config.py"
     config.write_text(
-        "from dspark_jax.config import DrafterRecipe, Markov, TrainConfig\n"
+        "from dspark_jax.config import Markov\n"
+        "from dspark_jax.config_training import DrafterRecipe, TrainConfig\n"
         f"config = TrainConfig(data={str(answers)!r}, workdir={str(tmp_path / 'run')!r},\n"
         f"    target={str(target_folder)!r}, num_anchors=4, anchor_chunk=4, batch_size=1,\n"
         "    drafter=DrafterRecipe(num_layers=1, block_size=3, mask_token=96,\n"
@@ -246,7 +247,7 @@ def test_the_text_side_alone_is_that_of_the_whole_target(target_folder):
 
 
 HEADS = """
-from dspark_jax.config import DrafterRecipe, TrainConfig
+from dspark_jax.config_training import DrafterRecipe, TrainConfig
 from dspark_jax.recipes import six
 
 configs = six(
@@ -294,7 +295,7 @@ def test_bench_heads_trains_all_six_and_compares_them(target_folder, tmp_path, c
 def test_train_lists_free_rows_when_the_mask_token_is_missing(target_folder, tmp_path, capsys):
     config = tmp_path / "config.py"
     config.write_text(
-        "from dspark_jax.config import TrainConfig\n"
+        "from dspark_jax.config_training import TrainConfig\n"
         f"config = TrainConfig(data='x', workdir='y', target={str(target_folder)!r})\n"
     )
     with pytest.raises(SystemExit, match="2"):

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from dspark_jax import recipes
-from dspark_jax.config import Convolution, TrainConfig
+from dspark_jax.config import Convolution
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import initial
 from dspark_jax.weights.targets import target_config

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax import goldens
 from dspark_jax.base import Batch
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.train.step import Knowledge
 from dspark_jax.weights import deepspec

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.goldens.difference import Difference, Expected, close, same
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.train import anchors, step

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dspark_jax.config import Options, TrainConfig
+from dspark_jax.config import Options
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.decode.answer import Prompt
 from dspark_jax.decode.engine import Engine
 from dspark_jax.manifest import Manifest

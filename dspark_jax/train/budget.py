@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.config import DrafterConfig, TrainConfig
+from dspark_jax.config import DrafterConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.train.step import TrainState
 
 

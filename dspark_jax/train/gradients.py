@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float
 
 from dspark_jax.base import Params
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.train.losses import TERMS
 
 

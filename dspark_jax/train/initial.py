@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from dspark_jax.config import DrafterConfig, DrafterRecipe, TargetConfig, spread_layers
+from dspark_jax.config import DrafterConfig, TargetConfig, spread_layers
+from dspark_jax.config_training import DrafterRecipe
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.weights.load import load_drafter

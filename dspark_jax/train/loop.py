@@ -17,7 +17,8 @@ from flax import nnx
 
 from dspark_jax.base import Batch
 from dspark_jax.checkpoint import Checkpoints
-from dspark_jax.config import DrafterConfig, TrainConfig
+from dspark_jax.config import DrafterConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.folders import locked
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target

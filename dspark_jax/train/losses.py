@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.parallel import Vocabulary, varying_as
 from dspark_jax.train.vocabulary import Subset

@@ -4,7 +4,7 @@ import jax
 import optax
 
 from dspark_jax.base import Params
-from dspark_jax.config import Optimizer
+from dspark_jax.config_training import Optimizer
 
 
 def schedule(config: Optimizer, steps: int) -> optax.Schedule:

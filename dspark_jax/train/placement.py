@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from dspark_jax import sharding
 from dspark_jax.base import Batch
-from dspark_jax.config import TrainConfig
+from dspark_jax.config_training import TrainConfig
 
 log = logging.getLogger(__name__)
 

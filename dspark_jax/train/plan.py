@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import DrafterConfig, TrainConfig
+from dspark_jax.config import DrafterConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import data, holdout, loop, optimizer, packing, placement

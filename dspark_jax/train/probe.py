@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from dspark_jax.base import Batch, Params
-from dspark_jax.config import TrainConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, holdout, metrics
 from dspark_jax.train.data import Corpus

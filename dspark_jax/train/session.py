@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dspark_jax.config import DrafterConfig, TrainConfig, spread_layers
+from dspark_jax.config import DrafterConfig, spread_layers
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.manifest import Manifest
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target

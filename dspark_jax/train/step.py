@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from dspark_jax.base import Batch, Blocks, Params
-from dspark_jax.config import Losses, TrainConfig
+from dspark_jax.config_training import Losses, TrainConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, vocabulary

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train.losses import TERMS, Supervision, Tally, chunk_loss
 from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, zeros

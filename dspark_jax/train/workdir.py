@@ -6,7 +6,8 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.config import DrafterConfig, TrainConfig, as_dict
+from dspark_jax.config import DrafterConfig, as_dict
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.folders import replace
 from dspark_jax.train.data import Corpus, Stored
 

@@ -6,7 +6,7 @@ import numpy as np
 import tyro
 
 from dspark_jax import arguments, audit, processes, recipes, report, report_training
-from dspark_jax.config import TrainConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.train import holdout, reopen, session
 from dspark_jax.train.data import Conversation
 from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target

@@ -20,7 +20,8 @@ import torch
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import DrafterRecipe, Geometry, Markov, Rotary, TargetConfig, TrainConfig
+from dspark_jax.config import Geometry, Markov, Rotary, TargetConfig
+from dspark_jax.config_training import DrafterRecipe, TrainConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, initial, optimizer

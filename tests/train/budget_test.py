@@ -7,7 +7,8 @@ import jax
 import pytest
 from flax import nnx
 
-from dspark_jax.config import DrafterRecipe, Markov, TrainConfig
+from dspark_jax.config import Markov
+from dspark_jax.config_training import DrafterRecipe, TrainConfig
 from dspark_jax.train import budget, features, initial, loop, plan
 
 from ..conftest import DRAFTER

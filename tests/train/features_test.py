@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import DrafterRecipe, Losses, Markov
+from dspark_jax.config import Markov
+from dspark_jax.config_training import DrafterRecipe, Losses
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import anchors, data, features, initial, step
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import anchors, step
 from dspark_jax.train.gradients import term_norms

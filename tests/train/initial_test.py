@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dspark_jax.config import DrafterRecipe, Experts, spread_layers
+from dspark_jax.config import Experts, spread_layers
+from dspark_jax.config_training import DrafterRecipe
 from dspark_jax.nn.drafter import Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import initial

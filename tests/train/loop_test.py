@@ -15,14 +15,8 @@ import pytest
 from flax import nnx
 
 from dspark_jax.checkpoint import Checkpoints
-from dspark_jax.config import (
-    Confidence,
-    DrafterRecipe,
-    Losses,
-    Markov,
-    Optimizer,
-    TrainConfig,
-)
+from dspark_jax.config import Confidence, Markov
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.decode.engine import Request, engine
 from dspark_jax.train import initial, loop
 from dspark_jax.train.data import Conversation, Corpus

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import Domino, DrafterConfig, Losses
+from dspark_jax.config import Domino, DrafterConfig
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train import anchors
 from dspark_jax.train import losses as module

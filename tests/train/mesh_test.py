@@ -15,7 +15,8 @@ from flax import nnx
 
 from dspark_jax.base import Batch
 from dspark_jax.checkpoint import Checkpoints
-from dspark_jax.config import Confidence, DrafterRecipe, Losses, Markov, TrainConfig
+from dspark_jax.config import Confidence, Markov
+from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
 from dspark_jax.nn.target import Target
 from dspark_jax.train import data, initial, loop, placement
 

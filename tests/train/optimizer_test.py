@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from dspark_jax.config import Optimizer
+from dspark_jax.config_training import Optimizer
 from dspark_jax.train import optimizer
 
 

@@ -11,7 +11,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.config import DrafterRecipe, Losses, Markov
+from dspark_jax.config import Markov
+from dspark_jax.config_training import DrafterRecipe, Losses
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, data, initial, packing, step
 from dspark_jax.train.data import Conversation

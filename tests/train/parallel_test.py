@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from dspark_jax.config import Confidence, Domino, Losses, Markov, Recurrent
+from dspark_jax.config import Confidence, Domino, Markov, Recurrent
+from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.sharding import make_mesh
 from dspark_jax.train.losses import Supervision

@@ -7,7 +7,7 @@ import signal
 import chex
 import pytest
 
-from dspark_jax.config import Losses
+from dspark_jax.config_training import Losses
 from dspark_jax.train import loop
 
 from .loop_test import final_state, make_config, metrics, run

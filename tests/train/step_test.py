@@ -12,17 +12,8 @@ import pytest
 from flax import nnx
 
 from dspark_jax.base import Batch
-from dspark_jax.config import (
-    Convolution,
-    Domino,
-    DrafterConfig,
-    DrafterRecipe,
-    Losses,
-    Markov,
-    Optimizer,
-    Recurrent,
-    TrainConfig,
-)
+from dspark_jax.config import Convolution, Domino, DrafterConfig, Markov, Recurrent
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.decode.draft import proposer
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.config import TrainConfig
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.train import vocabulary
 from dspark_jax.train.data import Conversation
 

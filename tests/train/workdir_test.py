@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.config import DrafterRecipe, Losses, Markov, Optimizer, Recurrent, TrainConfig
+from dspark_jax.config import Markov, Recurrent
+from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.train import initial, workdir
 
 RECIPE = DrafterRecipe(mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3))
