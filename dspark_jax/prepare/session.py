@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from dspark_jax import progress
 from dspark_jax.config import Options
 from dspark_jax.config_training import TrainConfig
 from dspark_jax.decode.answer import Prompt
@@ -145,14 +143,7 @@ class _Run:
     def __init__(self, ledger: Ledger, rows: list[Row], recipe: Recipe):
         self._ledger, self._rows, self._recipe = ledger, rows, recipe
         self._tokens, self._begun = 0, time.perf_counter()
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-        )
+        self._progress = progress.bar()
         self._task = self._progress.add_task(
             "rows", total=len(rows), completed=ledger.ended, note=""
         )

@@ -8,9 +8,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dspark_jax import progress
 from dspark_jax.config import DrafterConfig, spread_layers
 from dspark_jax.config_training import TrainConfig
 from dspark_jax.manifest import Manifest
@@ -40,15 +39,15 @@ def train(config: TrainConfig) -> Path:
     _check_mask_token(config, target)
     corpus = read_corpus(config, target)
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
-    with _progress() as progress:
-        task = progress.add_task("training", total=config.steps, note="")
+    with progress.bar() as shown:
+        task = shown.add_task("training", total=config.steps, note="")
 
         def report(line: dict) -> None:
             if held_out := line.get("held_out"):
                 log.info("step %d, held out: %s", line["step"], _note(held_out))
             else:
                 note = f"{_note(line)}  {line['tokens_per_second']:.0f} tokens/s"
-                progress.update(task, completed=line["step"], note=note)
+                shown.update(task, completed=line["step"], note=note)
 
         drafter = loop.run(config, target.model, corpus, drafter_config, report)
     folder = Path(config.workdir) / "drafter"
@@ -180,15 +179,3 @@ def card(config: TrainConfig, drafter: Drafter, corpus: data.Corpus, mode: Mode)
 
 Output is the target's own whatever the drafter: it decides speed, never content.
 """
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        disable=not is_first(),
-    )
