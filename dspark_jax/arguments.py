@@ -78,6 +78,7 @@ class Audit:
     run: Path | None = None  # work folder of a run that has ended
     data: Path | None = None  # conversations, as `dspark train` reads them; None = the run's
     drafter: str | None = None  # what decodes; None = the run's own, or bundled without a run
+    format: Format | None = None  # of the drafter's folder; by default its content decides
     target: str | None = None  # None = the run's, or smollm2 without a run
     samples: int = 8  # conversations, drawn by a fixed seed
     max_length: int = 512  # tokens a conversation, cut on the right
@@ -101,6 +102,7 @@ class CheckEquivalence:
 
     target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
     drafter: str = "bundled"  # bundled, or a folder
+    format: Format | None = None  # of the drafter's folder; by default its content decides
     rows: int = 8  # blocks
     dtype: Literal["float32", "float64"] = "float32"  # fp64: is it the mathematics that agree?
 
@@ -163,6 +165,7 @@ class BenchCandidates:
     widen: tuple[int, ...] = (1, 4)  # with 16 candidates, each predecessor's best successors too
     target: str = "smollm2"  # smollm2, a Hugging Face folder or a .gguf file
     drafter: str = "bundled"  # bundled, or a folder
+    format: Format | None = None  # of the drafter's folder; by default its content decides
     batch_size: int = 8  # prompts answered together
     max_new_tokens: int = 128  # new tokens an answer, at most
     json: bool = False  # one JSON object a row
@@ -177,7 +180,7 @@ class Convert:
     to: Format  # the format to write
     format: Format | None = None  # of the source; by default its content decides
     target: str = "smollm2"  # what the drafter was made for
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the tensors
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the tensors; None = the source's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,11 @@ class Rotary:
     # Scalings stretch the frequencies; "proportional" (Gemma4) keeps those of the whole head and
     # stops the slowest 1 - partial of them.
 
+    def __post_init__(self):
+        for field in ("theta", "factor"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"rotary.{field} = {getattr(self, field)}: must be above 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:

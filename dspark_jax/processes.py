@@ -44,29 +44,25 @@ def wait_for_all(name: str, seconds: int = 600) -> None:
 
 
 class StopRequests:
-    """Context: SIGTERM becomes a question that the loop asks at step boundaries."""
+    """Context: SIGTERM becomes a question that the loop asks where it may stop."""
 
     def __enter__(self) -> "StopRequests":
-        self._requested = False
+        self._requested, self._asked = False, 0
         # With several processes JAX itself listens, and agrees on a step. Python lets no thread
         # but the main one handle signals.
-        alone = jax.process_count() == 1
-        self._listens = alone and threading.current_thread() is threading.main_thread()
+        self._is_alone = jax.process_count() == 1
+        self._listens = self._is_alone and threading.current_thread() is threading.main_thread()
         if self._listens:
             self._before = signal.signal(signal.SIGTERM, self._request)
         return self
 
     def now(self) -> bool:
-        """Whether this process may stop what it does between two steps."""
+        """Whether to stop here: all processes ask at the same points and get the same answer."""
+        # Without the service nobody listens; the last checkpoint is what remains.
+        if not self._is_alone and jax.config.jax_enable_preemption_service and not self._requested:
+            self._asked += 1
+            self._requested = multihost_utils.reached_preemption_sync_point(self._asked)
         return self._requested
-
-    def after(self, step: int) -> bool:
-        """Whether the run stops after this step; the same on all processes, asked at each step."""
-        if jax.process_count() == 1:
-            return self._requested
-        if not jax.config.jax_enable_preemption_service:
-            return False  # then nobody listens; the last checkpoint is what remains
-        return multihost_utils.reached_preemption_sync_point(step)
 
     def _request(self, *_) -> None:
         self._requested = True

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from flax import nnx
@@ -252,6 +252,14 @@ def print_drafter(kind: str, drafter: Drafter, card: Card | None) -> None:
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, str(value))
+    out.print(table)
+
+
+def print_tensors(tensors: Mapping[str, jax.Array]) -> None:
+    """Names, shapes and dtypes of a checkpoint's tensors, as they are stored."""
+    table = Table("tensor", "shape", "dtype")
+    for name, tensor in sorted(tensors.items()):
+        table.add_row(name, " x ".join(map(str, tensor.shape)), tensor.dtype.name)
     out.print(table)
 
 

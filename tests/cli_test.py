@@ -377,17 +377,22 @@ def test_bench_candidates_pairs_every_cut(run, tmp_path):
 
 def test_a_drafter_is_converted_and_inspected(target_folder, drafter_folder, tmp_path, capsys):
     there, back = tmp_path / "deepspec", tmp_path / "native"
-    target = ["--target", str(target_folder), "--dtype", "float32"]
+    target = ["--target", str(target_folder)]
     cli.main(["convert", str(drafter_folder), str(there), "--to", "deepspec", *target])
     cli.main(["convert", str(there), str(back), "--to", "native", *target])
     before, after = (load_file(f / "model.safetensors") for f in (drafter_folder, back))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
     assert "from deepspec (deepspec)" in (back / "README.md").read_text()
+    small, alike, native = tmp_path / "small", tmp_path / "alike", ["--to", "native", *target]
+    cli.main(["convert", str(there), str(small), "--dtype", "bfloat16", *native])
+    cli.main(["convert", str(small), str(alike), *native])
+    assert {t.dtype.name for t in load_file(alike / "model.safetensors").values()} == {"bfloat16"}
     capsys.readouterr()
     cli.main(["inspect", str(there)])
     out = capsys.readouterr().out
     assert "deepspec" in out and "Markov(rank=4" in out
+    assert any("fc.weight" in line and "float32" in line for line in out.splitlines())
     with pytest.raises(SystemExit) as stopped:
         cli.main(["convert", str(there), str(tmp_path / "x"), "--to", "dflash2", *target])
     assert stopped.value.code == 2

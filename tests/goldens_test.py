@@ -25,9 +25,10 @@ FOLDERS = sorted(path for path in GOLDENS.iterdir() if path.is_dir())
 
 COMPARED = {
     "target": "logits",
-    "dspark": "round2.tokens",
+    "deepspec": "round2.tokens",
     "dflash": "round2.base_logits",
-    "domino head": "greedy_tokens",
+    "dflash2": "round2.base_logits",
+    "domino": "greedy_tokens",
     "speculators": "aligned_target_logits",
 }
 

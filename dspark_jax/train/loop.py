@@ -243,11 +243,13 @@ def _steps(
                     records.write(line)
                     report(line)
                 begun += time.monotonic() - paused
-            is_stopping = stop.after(number)
+            is_stopping = stop.now()
             if is_stopping or is_due(config.save_every):
                 _refuse_nonfinite(number, window)
                 checkpoints.save(number, state, batches.get_state())
             if is_stopping:
+                if window:  # of steps behind the last line
+                    records.write(_line(number, window, {}, time.monotonic() - begun))
                 log.warning("stopped by a signal; step %d is saved", number)
                 raise SystemExit(143)
     return state

@@ -79,7 +79,7 @@ def run_bench_candidates(args: BenchCandidates) -> None:
     if args.drafter == "none":
         raise ValueError("drafter = 'none' drafts nothing: name a drafter")
     target = load_target(args.target)
-    drafter = load_drafter(args.drafter, target.model)
+    drafter = load_drafter(args.drafter, target.model, format=args.format)
     one = engine(target.model, drafter, target.tokenizer.stop_tokens)
     options = Options(max_new_tokens=args.max_new_tokens)
     cuts = [Candidates(count=count) for count in args.counts]

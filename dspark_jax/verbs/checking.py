@@ -24,7 +24,7 @@ def run_check_equivalence(args: CheckEquivalence) -> None:
             f"drafter = {args.drafter!r}, rows = {args.rows}: name a drafter, at least one row"
         )
     target = load_target(args.target).model
-    drafter = load_drafter(args.drafter, target)
+    drafter = load_drafter(args.drafter, target, format=args.format)
     with jax.enable_x64(args.dtype == "float64"):
         target, drafter = (check.cast(module, args.dtype) for module in (target, drafter))
         findings = list(check.check(check.make_case(target, drafter, args.rows)))

@@ -1,7 +1,5 @@
 """Verbs for the files of drafters: `dspark convert`, `dspark inspect`."""
 
-import jax.numpy as jnp
-
 from dspark_jax import (
     report,
 )
@@ -17,13 +15,14 @@ from dspark_jax.weights.load import (
     load_drafter,
     load_target,
 )
+from dspark_jax.weights.tensors import read_folder
 
 
 def run_convert(args: Convert) -> None:
     """`dspark convert`."""
-    target, dtype = load_target(args.target), jnp.dtype(args.dtype)
-    convert(args.source, args.folder, args.to, target, dtype, args.format)
-    report.out.print(f"{args.folder}: {args.to}, {args.dtype}", highlight=False)
+    target = load_target(args.target)
+    dtype = convert(args.source, args.folder, args.to, target, args.dtype, args.format)
+    report.out.print(f"{args.folder}: {args.to}, {dtype}", highlight=False)
 
 
 def run_inspect(args: Inspect) -> None:
@@ -32,3 +31,4 @@ def run_inspect(args: Inspect) -> None:
     kind = args.format or format_of(folder)
     drafter = load_drafter(args.folder, format=kind)
     report.print_drafter(kind, drafter, card.read(folder))
+    report.print_tensors(read_folder(folder))

@@ -44,7 +44,7 @@ def run_audit(args: arguments.Audit) -> None:
     config = None if args.run is None else reopen.configs(args.run)[0]
     target = load_target(args.target or (config.target if config else "smollm2"))
     name = args.drafter or (str(args.run / "drafter") if args.run else "bundled")
-    decoded = load_drafter(name, target.model)
+    decoded = load_drafter(name, target.model, format=args.format)
     trained = decoded if args.run is None else reopen.drafter(args.run, target.model)
     samples = _samples(args, config, target)
     with report.err.status(f"replaying {len(samples)} samples ..."):

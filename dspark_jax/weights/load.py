@@ -14,7 +14,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
 from dspark_jax.weights import assets, card, formats, gguf, hub, targets
 from dspark_jax.weights.formats import Format
-from dspark_jax.weights.tensors import CheckpointError, read_json
+from dspark_jax.weights.tensors import CheckpointError, float_dtype, read_folder, read_json
 
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
 
@@ -143,9 +143,9 @@ def convert(
     folder: Path,
     kind: Format,
     target: LoadedTarget,
-    dtype: DTypeLike,
+    dtype: DTypeLike | None = None,
     format: Format | None = None,
-) -> None:
+) -> jnp.dtype:
     """Writes a drafter in another format, with its card.
 
     Args:
@@ -153,16 +153,21 @@ def convert(
       folder: where to.
       kind: the format to write.
       target: what the drafter was made for; some formats store parts of it.
-      dtype: of the tensors.
+      dtype: of the tensors; None = as the source has them.
       format: of the source; None = as its content says.
+
+    Returns:
+      The dtype of the tensors.
 
     Raises:
       CheckpointError: the format cannot hold the drafter, with every reason.
     """
     found = drafter_folder(source)
     format = format or formats.format_of(found)
+    dtype = jnp.dtype(dtype or float_dtype(read_folder(found)))
     drafter = load_drafter(source, target.model, format=format)
     lent = Lent(embedding=target.model.embed_tokens[...], head=target.model.head)
     said = card.carried(found, target.name, f"Written as {kind} from {found.name} ({format}).")
     made_for = target.model.config
     formats.write(folder, kind, drafter, made_for, lent, dtype, said, hub.repository(target.name))
+    return dtype

@@ -68,7 +68,7 @@ def from_dict(kind: type, fields: Any, where: str) -> Any:
     }
     try:
         return kind(**values)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from None
 
 

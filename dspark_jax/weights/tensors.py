@@ -141,6 +141,11 @@ def read_folder(folder: Path) -> dict[str, jax.Array]:
     return tensors
 
 
+def float_dtype(tensors: Mapping[str, jax.Array]) -> jnp.dtype:
+    """The dtype that holds every floating-point tensor of a checkpoint without loss."""
+    return jnp.result_type(*{t.dtype for t in tensors.values() if t.dtype.name in _FLOATS})
+
+
 def read_file(path: Path) -> dict[str, jax.Array]:
     """Every tensor of one safetensors file."""
     try:

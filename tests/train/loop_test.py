@@ -122,6 +122,24 @@ def test_a_finished_run_returns_its_drafter_again(runs, corpus):
     assert len(metrics(whole)) == 10
 
 
+@pytest.mark.slow
+def test_steps_behind_the_last_line_are_logged_too(micro_target, corpus, tmp_path, monkeypatch):
+    """A signal while step 4 is saved stops the run behind step 5, which closes no window of 3."""
+    saved = Checkpoints.save
+
+    def interrupted(self, step, *given):
+        saved(self, step, *given)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    config = make_config(tmp_path, log_every=3)
+    with pytest.raises(SystemExit):
+        run(config, micro_target, corpus)
+    monkeypatch.undo()
+    run(config, micro_target, corpus)
+    assert [line["step"] for line in metrics(config)] == [3, 5, 6, 9, 10]
+
+
 def test_a_cache_over_its_limit_stops_the_run_before_the_first_step(micro_target, corpus, tmp_path):
     with pytest.raises(ValueError, match="max_cache_bytes = 100: "):
         run(make_config(tmp_path, max_cache_bytes=100), micro_target, corpus)

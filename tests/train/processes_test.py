@@ -27,24 +27,34 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_two(workdir: Path, stop_after: int) -> list[int]:
-    """Exit codes of both."""
+def start_two(command: list[str], *arguments: str, **environment: str) -> tuple[list, list]:
+    """Runs `python command HOST:PORT,COUNT,INDEX arguments` twice: exit codes, standard errors."""
     where = f"127.0.0.1:{free_port()}"
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": "4",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    command = [sys.executable, "-m", "tests.train.process"]
-    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    known = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     started = [
-        subprocess.Popen([*command, f"{where},2,{i}", workdir, str(stop_after)], **options)
+        subprocess.Popen(
+            [sys.executable, *command, f"{where},2,{i}", *arguments],
+            cwd=ROOT,
+            env=known,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for i in range(2)
     ]
     said = [process.communicate(timeout=400)[1] for process in started]
-    codes = [process.returncode for process in started]
+    return [process.returncode for process in started], said
+
+
+def run_two(workdir: Path, stop_after: int) -> list[int]:
+    """Exit codes of a run of two processes."""
+    codes, said = start_two(
+        ["-m", "tests.train.process"],
+        str(workdir),
+        str(stop_after),
+        JAX_NUM_CPU_DEVICES="4",
+        JAX_COMPILATION_CACHE_DIR=str(workdir.parent / "programs"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
     assert all(code in (0, 143) for code in codes), "\n".join(said)[-6000:]
     return codes
 
@@ -71,6 +81,25 @@ def test_two_processes_train_as_one_stop_together_and_continue(tmp_path, is_stop
     chex.assert_trees_all_close(
         parameters, [np.asarray(x) for x in jax.tree.leaves(nnx.state(drafter))], atol=1e-5
     )
+
+
+LATE = """
+import sys, time
+from dspark_jax import processes
+processes.meet(sys.argv[1])
+import jax
+if jax.process_index() == 1:
+    time.sleep(6)
+else:
+    processes.wait_for_all("data", seconds=2)
+"""
+
+
+def test_a_process_that_does_not_come_is_named():
+    """T20: the others do not wait for ever."""
+    codes, said = start_two(["-c", LATE])
+    assert codes[0] != 0
+    assert "DEADLINE_EXCEEDED" in said[0] and "task_name: " in said[0], said[0][-2000:]
 
 
 @pytest.mark.parametrize("how", ["", "host,2,0", "host:1,2", "host:1,2,2", "host:1,2,x"])

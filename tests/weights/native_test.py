@@ -68,6 +68,11 @@ def edited(fields: dict, path: str, value: object) -> None:
         ("format", "dspark_torch", "format is not 'dspark_jax'"),
         ("format", None, "format is not 'dspark_jax'"),
         ("window", 7, "config.json: unknown fields window"),
+        (
+            "geometry.rotary.theta",
+            0,
+            "config.json: geometry: rotary: rotary.theta = 0.0: must be above",
+        ),
         ("geometry.bias", True, "config.json: geometry: unknown fields bias"),
         ("geometry.rotary.base", 1.0, "config.json: geometry: rotary: unknown fields base"),
         ("block_size", None, "block_size"),
