@@ -94,21 +94,27 @@ def test_a_drafter_leaves_greedy_output_untouched(greedy, drafted, size, rows):
         assert 0 < generation.survived[0] < generation.rounds < NEW - 1
 
 
+LAYOUTS = [
+    (False, Markov(rank=97)),
+    (False, None),
+    (True, None),
+    (True, Markov(rank=97, gate="gated")),
+    (True, Markov(rank=97, gate="linear")),
+    (False, Recurrent(rank=8)),
+    (False, Domino(rank=8, gru_width=8, pure_prefix=1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("predict_from_anchor", "head"),
-    [
-        (False, Markov(rank=97)),
-        (False, None),
-        slowly(True, None),
-        slowly(True, Markov(rank=97, gate="gated")),
-        slowly(True, Markov(rank=97, gate="linear")),
-        slowly(False, Recurrent(rank=8)),
-        slowly(False, Domino(rank=8, gru_width=8, pure_prefix=1)),
-    ],
+    ("size", "predict_from_anchor", "head"),
+    [(4, *layout) for layout in LAYOUTS[:2]]
+    + [slowly(4, *layout) for layout in LAYOUTS[2:]]
+    + [slowly(size, *layout) for size in (1, 2) for layout in LAYOUTS],
     ids=str,
 )
-def test_every_layout_and_head_is_lossless(greedy, drafted, predict_from_anchor, head):
-    engine = drafted(predict_from_anchor=predict_from_anchor, head=head)
+def test_every_layout_and_head_is_lossless(greedy, drafted, size, predict_from_anchor, head):
+    """C10."""
+    engine = drafted(block_size=size, predict_from_anchor=predict_from_anchor, head=head)
     assert_untouched(engine.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
 
 
