@@ -29,6 +29,7 @@ configs = six(
         data="data/gemma3_12b",
         workdir="runs/gemma3_12b",
         target="gemma-3-12b-it",
+        target_dtype="bfloat16",  # as it is published and served
         drafter=DrafterRecipe(
             num_layers=5,
             block_size=7,

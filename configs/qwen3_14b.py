@@ -27,6 +27,7 @@ configs = six(
         data="data/qwen3_14b",
         workdir="runs/qwen3_14b",
         target="Qwen3-14B",
+        target_dtype="bfloat16",  # as it is published and served
         drafter=DrafterRecipe(
             num_layers=5,
             block_size=7,

@@ -56,11 +56,12 @@ def placed(tree, mesh):
 def test_a_qwen3_4b_step_fits_the_chips_of_a_pod_slice(mesh, optimised, capsys, has_features):
     """The config as it stands, 128 packed rows of 4,096; features given, or the target runs too."""
     config = recipes.read(f"{FOLDER}/qwen3_4b.py:dspark")
-    shape = target_config(TARGETS[config.target])
+    shape, dtype = target_config(TARGETS[config.target]), jnp.dtype(config.target_dtype)
     drafter = initial.drafter_config(config.drafter, shape)
     chain = optimizer.build(config.optimizer, config.steps)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Drafter(drafter, rngs=nnx.Rngs(0))))
-    target_graphdef, target = nnx.split(nnx.eval_shape(lambda: Target(shape, rngs=nnx.Rngs(0))))
+    whole = nnx.eval_shape(lambda: Target(shape, rngs=nnx.Rngs(0), dtype=dtype))
+    target_graphdef, target = nnx.split(whole)
 
     def start(key):
         params = nnx.state(Drafter(drafter, rngs=nnx.Rngs(params=key)))
@@ -78,7 +79,7 @@ def test_a_qwen3_4b_step_fits_the_chips_of_a_pod_slice(mesh, optimised, capsys, 
         return train_step(chain, graphdef, config, state, model, batch, None, mesh)
 
     state = placed(jax.eval_shape(start, jax.random.key(0)), mesh)
-    features = functools.partial(rows, jnp.float32)
+    features = functools.partial(rows, dtype)
     batch = Batch(
         tokens=rows(jnp.int32),
         loss_mask=rows(jnp.bool_),
