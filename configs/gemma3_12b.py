@@ -19,33 +19,10 @@ computed in the step (57 TB if kept).
 
 Accepted length: not measured.
 The curve of a run is in its metrics: held-out conversations are walked every 1,000 steps.
+The recipe is `recipes.pod`.
 """
 
-from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
-from dspark_jax.recipes import six
+from dspark_jax.recipes import pod, six
 
-configs = six(
-    TrainConfig(
-        data="data/gemma3_12b",
-        workdir="runs/gemma3_12b",
-        target="gemma-3-12b-it",
-        target_dtype="bfloat16",  # as it is published and served
-        drafter=DrafterRecipe(
-            num_layers=5,
-            block_size=7,
-            mask_token=4,  # <mask>, which no text holds
-        ),
-        losses=Losses(cross_entropy=0.1, l1=0.9, confidence=1.0, decay=4.0),
-        steps=24_000,
-        batch_size=128,
-        num_anchors=2048,
-        anchor_chunk=128,
-        max_length=4096,
-        pack=True,
-        mesh="fsdp=64",
-        holdout=256,
-        evaluate_every=1000,
-    ),
-    rank=256,
-    gru_width=1024,
-)
+# The mask token is <mask>, which no text holds.
+configs = six(pod("gemma3_12b", "gemma-3-12b-it", mask_token=4, mesh="fsdp=64"))

@@ -17,33 +17,10 @@ computed in the step (76 TB if kept).
 Accepted length: not measured. Their authors report, at temperature 1 over nine sets of prompts,
 4.04 for DFlash and 4.78 for DSpark.
 The curve of a run is in its metrics: held-out conversations are walked every 1,000 steps.
+The recipe is `recipes.pod`.
 """
 
-from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
-from dspark_jax.recipes import six
+from dspark_jax.recipes import pod, six
 
-configs = six(
-    TrainConfig(
-        data="data/qwen3_14b",
-        workdir="runs/qwen3_14b",
-        target="Qwen3-14B",
-        target_dtype="bfloat16",  # as it is published and served
-        drafter=DrafterRecipe(
-            num_layers=5,
-            block_size=7,
-            mask_token=151669,  # the first row behind Qwen3's tokens
-        ),
-        losses=Losses(cross_entropy=0.1, l1=0.9, confidence=1.0, decay=4.0),
-        steps=24_000,
-        batch_size=128,
-        num_anchors=2048,
-        anchor_chunk=128,
-        max_length=4096,
-        pack=True,
-        mesh="fsdp=64",
-        holdout=256,
-        evaluate_every=1000,
-    ),
-    rank=256,
-    gru_width=1024,
-)
+# The mask token is the first row behind Qwen3's tokens.
+configs = six(pod("qwen3_14b", "Qwen3-14B", mask_token=151669, mesh="fsdp=64"))

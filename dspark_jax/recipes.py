@@ -8,6 +8,34 @@ from dspark_jax.config import Confidence, Convolution, Domino, Markov, Recurrent
 from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
 
 
+def pod(name: str, target: str, mask_token: int, mesh: str) -> TrainConfig:
+    """DSpark's published budget on a pod slice, in packed rows: 10 passes over 1.3 M conversations.
+
+    Args:
+      name: of the data and work folders.
+      target: its folder; held in bf16, as targets are published and served.
+      mask_token: a row of its embedding that no text holds.
+      mesh: the slice's chips.
+    """
+    return TrainConfig(
+        data=f"data/{name}",
+        workdir=f"runs/{name}",
+        target=target,
+        target_dtype="bfloat16",
+        drafter=DrafterRecipe(num_layers=5, block_size=7, mask_token=mask_token),
+        losses=Losses(cross_entropy=0.1, l1=0.9, confidence=1.0, decay=4.0),
+        steps=24_000,
+        batch_size=128,
+        num_anchors=2048,
+        anchor_chunk=128,
+        max_length=4096,
+        pack=True,
+        mesh=mesh,
+        holdout=256,
+        evaluate_every=1000,
+    )
+
+
 def six(base: TrainConfig, rank: int = 256, gru_width: int = 1024) -> dict[str, TrainConfig]:
     """A run for each drafter, alike in everything but head, layout and losses.
 
