@@ -10,6 +10,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 import pytest  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from dspark_jax.config import (  # noqa: E402
     Confidence,
@@ -51,6 +52,16 @@ def sharpened(module: nnx.Module, factor: float = 5.0) -> nnx.Module:
     """A module with larger matrices, so that its logits are far from uniform."""
     graphdef, state = nnx.split(module)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, state))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once(tmp_path_factory):
+    """Workers share their programs: many tests jit the same one anew, as a new function."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    jax.config.update("jax_compilation_cache_dir", str(shared / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.nn.target import Target
@@ -40,17 +39,3 @@ def corpus() -> Corpus:
         mask = np.arange(len(tokens)) >= 3
         conversations.append(Conversation(tokens=tokens, loss_mask=mask))
     return Corpus(conversations=conversations, dropped={})
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Runs of one shape share their programs: each run jits a new function."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()

@@ -22,7 +22,6 @@ from dspark_jax.train import initial, loop
 from dspark_jax.train.data import Conversation, Corpus
 from dspark_jax.train.losses import Tally
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 RECIPE = DrafterRecipe(
     num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
 )

@@ -12,8 +12,6 @@ from dspark_jax.train import loop
 
 from .loop_test import final_state, make_config, metrics, run
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture(scope="module")
 def measured(micro_target, corpus, tmp_path_factory):
