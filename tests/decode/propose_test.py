@@ -230,7 +230,7 @@ def runner(shape, name, walk):
     return run, shapes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_block_is_walked_as_the_definition_says(data):
     """Shapes, ranks, gates, ties, -inf logits, temperatures; integers, so that sums are exact."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -89,9 +90,9 @@ from dspark_jax import processes
 processes.meet(sys.argv[1])
 import jax
 if jax.process_index() == 1:
-    time.sleep(6)
+    time.sleep(4)
 else:
-    processes.wait_for_all("data", seconds=2)
+    processes.wait_for_all("data", seconds=1)
 """
 
 
@@ -99,7 +100,7 @@ def test_a_process_that_does_not_come_is_named():
     """T20: the others do not wait for ever."""
     codes, said = start_two(["-c", LATE])
     assert codes[0] != 0
-    assert "DEADLINE_EXCEEDED" in said[0] and "task_name: " in said[0], said[0][-2000:]
+    assert re.search(r"timed out task names:\s+1\s", said[0]), said[0][-2000:]
 
 
 @pytest.mark.parametrize("how", ["", "host,2,0", "host:1,2", "host:1,2,2", "host:1,2,x"])
