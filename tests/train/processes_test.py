@@ -84,6 +84,30 @@ def test_two_processes_train_as_one_stop_together_and_continue(tmp_path, is_stop
     )
 
 
+STOPPED = """
+import os, signal, sys, time
+from dspark_jax import processes
+processes.meet(sys.argv[1])
+import jax
+with processes.StopRequests() as stop:
+    asked = 0
+    while not stop.now():
+        asked += 1
+        if asked == 20 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02 * (1 + jax.process_index()))
+    assert stop.now()
+    sys.exit(asked % 256)
+"""
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_is_heard_by_all_at_the_same_question():
+    """T19: between steps and inside an evaluation alike."""
+    (first, second), said = start_two(["-c", STOPPED])
+    assert first == second > 19, "\n".join(said)
+
+
 LATE = """
 import sys, time
 from dspark_jax import processes
