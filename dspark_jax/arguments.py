@@ -60,7 +60,7 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train a drafter; a run that was stopped continues."""
+    """Train a drafter as CONFIG.py[:RUN] says; a run that was stopped continues."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]  # every field of the config file
     dry_run: bool = False  # print what the run needs; nothing is trained or written

@@ -5,9 +5,7 @@ import sys
 
 import tyro
 
-from dspark_jax import (
-    report,
-)
+from dspark_jax import report
 from dspark_jax.arguments import (
     Audit,
     BenchCandidates,
@@ -21,8 +19,25 @@ from dspark_jax.arguments import (
     Generate,
     Inspect,
     Prepare,
+    Train,
 )
 from dspark_jax.verbs import benching, checking, decoding, drafters, training
+
+_VERBS = {
+    "generate": (Generate, decoding.run_generate),
+    "evaluate": (Evaluate, decoding.run_evaluate),
+    "prepare": (Prepare, decoding.run_prepare),
+    "train": (Train, training.run_train),
+    "audit": (Audit, training.run_audit),
+    "convert": (Convert, drafters.run_convert),
+    "inspect": (Inspect, drafters.run_inspect),
+    "check equivalence": (CheckEquivalence, checking.run_check_equivalence),
+    "check goldens": (CheckGoldens, checking.run_check_goldens),
+    "bench walk": (BenchWalk, benching.run_bench_walk),
+    "bench candidates": (BenchCandidates, benching.run_bench_candidates),
+    "bench heads": (BenchHeads, benching.run_bench_heads),
+    "bench loss": (BenchLoss, benching.run_bench_loss),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,35 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("dspark_jax").setLevel(logging.INFO)
     argv = sys.argv[1:] if argv is None else argv
     try:
-        match argv[:1]:
-            case ["generate"]:
-                decoding.run_generate(_parse(Generate, argv))
-            case ["evaluate"]:
-                decoding.run_evaluate(_parse(Evaluate, argv))
-            case ["prepare"]:
-                decoding.run_prepare(_parse(Prepare, argv))
-            case ["train"]:
-                training.run_train(argv[1:])
-            case ["audit"]:
-                training.run_audit(_parse(Audit, argv))
-            case ["convert"]:
-                drafters.run_convert(_parse(Convert, argv))
-            case ["inspect"]:
-                drafters.run_inspect(_parse(Inspect, argv))
-            case ["check"] if argv[1:2] == ["equivalence"]:
-                checking.run_check_equivalence(_parse(CheckEquivalence, argv, 2))
-            case ["check"] if argv[1:2] == ["goldens"]:
-                checking.run_check_goldens(_parse(CheckGoldens, argv, 2))
-            case ["bench"] if argv[1:2] == ["candidates"]:
-                benching.run_bench_candidates(_parse(BenchCandidates, argv, 2))
-            case ["bench"] if argv[1:2] == ["heads"]:
-                benching.run_bench_heads(_parse(BenchHeads, argv, 2))
-            case ["bench"] if argv[1:2] == ["loss"]:
-                benching.run_bench_loss(_parse(BenchLoss, argv, 2))
-            case ["bench"] if argv[1:2] == ["walk"]:
-                benching.run_bench_walk(_parse(BenchWalk, argv, 2))
-            case _:
-                _usage(argv)
+        _run(argv)
     except BrokenPipeError:
         raise SystemExit(130) from None
     except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
@@ -71,31 +58,20 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
 
 
-def _usage(argv: list[str]) -> None:
+def _run(argv: list[str]) -> None:
+    """The verb of one or two words that a command line begins with."""
+    for words in (2, 1):
+        if verb := _VERBS.get(" ".join(argv[:words])):
+            kind, run = verb
+            if kind is Train:  # its options are those of the file that it names first
+                return run(argv[words:])
+            prog = " ".join(["dspark", *argv[:words]])
+            return run(tyro.cli(kind, args=argv[words:], prog=prog))
     is_asked = bool(argv) and argv[0] in ("-h", "--help")
     if argv and not is_asked:
         report.err.print(f"error: unknown verb {' '.join(argv[:2])!r}", markup=False)
-    report.out.print(
-        "usage: dspark {generate,evaluate,prepare,train,audit,convert,inspect,check,bench} ...\n\n"
-        "  generate           decode prompts losslessly with a target and a drafter\n"
-        "  evaluate           accepted length and acceptance by position over prompt files\n"
-        "  prepare            prompts -> the target's own answers -> training shards\n"
-        "  train              train a drafter: dspark train CONFIG.py [--overrides]\n"
-        "  audit              training samples through the decoding path: both paths must agree\n"
-        "  convert            write a drafter in another format\n"
-        "  inspect            say what a drafter's folder holds\n"
-        "  check equivalence  the equivalences between heads and walks, on a drafter\n"
-        "  check goldens      reference outputs against ours: dspark check goldens DIR...\n"
-        "  bench walk         candidate walks against the full-vocabulary walk\n"
-        "  bench candidates   accepted length at several numbers of candidates\n"
-        "  bench heads        drafters trained alike, compared by accepted length\n"
-        "  bench loss         the loss in chunks against all logits at once\n\n"
-        "dspark VERB --help lists the options of a verb.",
-        markup=False,
-    )
+    says = {name: kind.__doc__.partition("\n")[0] for name, (kind, _) in _VERBS.items()}
+    lines = [f"  {name:<18} {what}" for name, what in says.items()]
+    usage = ["usage: dspark VERB ...", "", *lines, "", "dspark VERB --help lists its options."]
+    report.out.print("\n".join(usage), markup=False, highlight=False)
     raise SystemExit(0 if is_asked else 2)
-
-
-def _parse(kind: type, argv: list[str], words: int = 1):
-    """Options behind the words of a verb."""
-    return tyro.cli(kind, args=argv[words:], prog=" ".join(["dspark", *argv[:words]]))

@@ -75,6 +75,11 @@ class Geometry:
                 "serve as many query heads"
             )
 
+    def plain(self, **numerics: Any) -> "Geometry":
+        """The same sizes, rotary and norm_eps; what `numerics` does not name is as by default."""
+        sizes = ("width", "mlp_width", "heads", "kv_heads", "head_dim", "rotary", "norm_eps")
+        return Geometry(**{name: getattr(self, name) for name in sizes}, **numerics)
+
     @property
     def scale(self) -> float:
         """Factor on q.k before the softmax."""

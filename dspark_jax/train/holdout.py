@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dspark_jax.base import Batch
-from dspark_jax.train.data import Conversation, Corpus, collate, select
+from dspark_jax.train.data import Conversation, Corpus, collate, lengths, select
 
 log = logging.getLogger(__name__)
 
@@ -21,17 +21,18 @@ def split(corpus: Corpus, count: int, seed: int, batch_size: int = 1) -> tuple[C
     """
     if not count:
         return corpus, corpus.replace(conversations=[], dropped={})
-    conversations = corpus.conversations
-    chosen = np.random.default_rng(seed).permutation(len(conversations))[:count].tolist()
-    texts = {conversations[i].tokens.tobytes() for i in chosen}
-    kept = [i for i, c in enumerate(conversations) if c.tokens.tobytes() not in texts]
-    training = select(conversations, np.asarray(kept, np.int64))
+    conversations, sizes = corpus.conversations, lengths(corpus.conversations)
+    chosen = np.random.default_rng(seed).permutation(len(conversations))[:count]
+    texts = {conversations[i].tokens.tobytes() for i in chosen.tolist()}
+    alike = np.flatnonzero(np.isin(sizes, sizes[chosen])).tolist()  # others need not be read
+    left_out = [i for i in alike if conversations[i].tokens.tobytes() in texts]
+    training = select(conversations, np.delete(np.arange(len(conversations)), left_out))
     if len(training) < batch_size:
         raise ValueError(
             f"holdout = {count} leaves {len(training)} of {len(conversations)} conversations to "
             f"train on, and batch_size = {batch_size}: lower holdout or give more data"
         )
-    copies = len(conversations) - len(training) - len(chosen)
+    copies = len(left_out) - len(chosen)
     log.info("%d conversations held out, %d copies of them left out", len(chosen), copies)
     held = select(conversations, np.sort(chosen))
     return corpus.replace(conversations=training), corpus.replace(conversations=held, dropped={})

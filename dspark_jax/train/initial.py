@@ -39,24 +39,8 @@ def drafter_config(
         raise ValueError(
             f"drafter.window = {recipe.window}: must reach over the {rows} rows of a block"
         )
-    geometry = dataclasses.replace(
-        target.geometry,
-        activation="silu",
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        norm_offset=False,
-        norm_fp32=False,
-        sandwich_norms=False,
-        value_from_key=False,
-        unit_values=False,
-        layer_scalar=False,
-        attention_scale=None,
-        attention_softcap=None,
-    )
     return DrafterConfig(
-        geometry=geometry,
+        geometry=target.geometry.plain(qk_norm=True),
         vocab_size=target.vocab_size,
         num_layers=recipe.num_layers,
         block_size=recipe.block_size,

@@ -37,8 +37,7 @@ def unlike_qwen3(config: DrafterConfig) -> list[str]:
 
 def differences(ours: Geometry, **numerics: Any) -> list[str]:
     """Fields that a family's geometry of these sizes has otherwise; interleaved rotary too."""
-    sizes = ("width", "mlp_width", "heads", "kv_heads", "head_dim", "rotary", "norm_eps")
-    plain = Geometry(**{name: getattr(ours, name) for name in sizes}, **numerics)
+    plain = ours.plain(**numerics)
     names = [f.name for f in dataclasses.fields(ours)]
     unlike = [name for name in names if getattr(ours, name) != getattr(plain, name)]
     reasons = [f"geometry.{name} = {getattr(ours, name)}" for name in unlike]
