@@ -2,9 +2,28 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 MOST_LAYERS = 1024  # what a file asks for beyond is an error
+
+
+def require(
+    record: Any, fields: Sequence[str], holds: Callable[[Any], bool], says: str, where: str = ""
+) -> None:
+    """Raises ValueError at the first field whose value does not hold: "<where><field> = ...".
+
+    Args:
+      record: what has the fields.
+      fields: their names.
+      holds: whether a value is allowed.
+      says: what it must be.
+      where: what the record is called.
+    """
+    for field in fields:
+        value = getattr(record, field)
+        if not holds(value):
+            raise ValueError(f"{where}{field} = {value}: must be {says}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +46,7 @@ class Rotary:
     # stops the slowest 1 - partial of them.
 
     def __post_init__(self):
-        for field in ("theta", "factor"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"rotary.{field} = {getattr(self, field)}: must be above 0")
+        require(self, ("theta", "factor"), lambda x: x > 0, "above 0", "rotary.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +201,9 @@ class DrafterConfig:
     draft_vocab_size: int = 0  # tokens it can draft, through an lm head of its own; 0 = all
 
     def __post_init__(self):
-        for field, least in (("num_layers", 1), ("block_size", 1), ("draft_vocab_size", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} = {getattr(self, field)}: must be at least {least}")
-        if self.num_layers > MOST_LAYERS:
-            raise ValueError(f"num_layers = {self.num_layers}: must be at most {MOST_LAYERS}")
+        require(self, ("num_layers", "block_size"), lambda n: n >= 1, "at least 1")
+        require(self, ("num_layers",), lambda n: n <= MOST_LAYERS, f"at most {MOST_LAYERS}")
+        require(self, ("draft_vocab_size",), lambda n: n >= 0, "at least 0")
         taps = self.target_layer_ids
         if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
             raise ValueError(

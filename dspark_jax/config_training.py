@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from dspark_jax.config import Confidence, Convolution, Head, Markov
+from dspark_jax.config import Confidence, Convolution, Head, Markov, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,7 @@ class DrafterRecipe:
     scale_features: bool = False  # measure each tap and bring it to unit mean square
 
     def __post_init__(self):
-        for field in ("num_layers", "block_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"drafter.{field} = {getattr(self, field)}: must be at least 1")
+        require(self, ("num_layers", "block_size"), lambda n: n >= 1, "at least 1", "drafter.")
         if self.head is not None and self.head.rank < 1:
             raise ValueError(f"drafter.head.rank = {self.head.rank}: must be at least 1")
 
@@ -56,16 +54,12 @@ class Losses:
     is_contiguous: bool = True  # supervision ends at a gap; False = only the gap is left out
 
     def __post_init__(self):
-        for field in ("base", "dpace"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"losses.{field} = {getattr(self, field)}: must be in 0..1")
-        for field in ("cross_entropy", "l1", "length", "confidence", "selector", "decay"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"losses.{field} = {getattr(self, field)}: must be 0 or more")
-        if self.base_decay is not None and not 0 <= self.base_decay <= 1:
-            raise ValueError(f"losses.base_decay = {self.base_decay}: must be in 0..1, or None")
-        if self.candidates < 1:
-            raise ValueError(f"losses.candidates = {self.candidates}: must be at least 1")
+        weights = ("cross_entropy", "l1", "length", "confidence", "selector", "decay")
+        require(self, weights, lambda x: x >= 0, "0 or more", "losses.")
+        require(self, ("base", "dpace"), lambda x: 0 <= x <= 1, "in 0..1", "losses.")
+        decays = "in 0..1, or None"
+        require(self, ("base_decay",), lambda x: x is None or 0 <= x <= 1, decays, "losses.")
+        require(self, ("candidates",), lambda n: n >= 1, "at least 1", "losses.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +75,10 @@ class Optimizer:
     clip_norm: float = 1.0  # global norm of the gradient
 
     def __post_init__(self):
-        for field in ("learning_rate", "clip_norm", "eps"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be above 0")
-        for field in ("warmup", "beta1", "beta2"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in 0..1")
+        scales = ("learning_rate", "clip_norm", "eps")
+        require(self, scales, lambda x: x > 0, "above 0", "optimizer.")
+        shares = ("warmup", "beta1", "beta2")
+        require(self, shares, lambda x: 0 <= x <= 1, "in 0..1", "optimizer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,28 +117,16 @@ class TrainConfig:
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the exported drafter
 
     def __post_init__(self):
-        for field in (
-            "steps",
-            "batch_size",
-            "num_anchors",
-            "anchor_chunk",
-            "max_length",
-            "length_multiple",
-            "log_every",
-            "save_every",
-            "keep",
-        ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1")
+        sizes = ("batch_size", "num_anchors", "anchor_chunk", "max_length", "length_multiple")
+        counts = ("steps", "log_every", "save_every", "keep")
+        require(self, sizes + counts, lambda n: n >= 1, "at least 1")
+        require(self, ("holdout", "evaluate_every"), lambda n: n >= 0, "0 or more")
         for field in ("data", "workdir"):
             if "://" in getattr(self, field):
                 raise ValueError(
                     f"{field} = {getattr(self, field)!r}: must be a path of a mounted disk; mount "
                     "the bucket (gcsfuse, s3fs) and name where"
                 )
-        for field in ("holdout", "evaluate_every"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} = {getattr(self, field)}: must be 0 or more")
         if self.evaluate_every and not self.holdout:
             raise ValueError(
                 f"evaluate_every = {self.evaluate_every} needs held-out conversations: set holdout"
