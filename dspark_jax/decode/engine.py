@@ -37,6 +37,7 @@ class Request:
     top_p: float = Options.top_p  # 1 = all
     seed: int = Options.seed  # of this request alone
     positions: tuple[int, ...] | None = None  # rotary positions of the prompt, None = 0, 1, ...
+    num_drafts: int = 0  # drafted tokens of a round that may stand; 0 = the proposer's block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Engine:
             sampling=self._sampling(batch, padding),
             limits=jnp.asarray(limits + [1] * padding, jnp.int32),
             offsets=jnp.asarray(offsets),
+            widths=jnp.asarray(self._widths(batch) + [0] * padding, jnp.int32),
             keys=jnp.stack([request_key(r.seed) for r in batch] + [request_key(0)] * padding),
             stop_tokens=jnp.asarray(self.stop_tokens or (-1,), jnp.int32),
         )
@@ -167,6 +169,17 @@ class Engine:
         length = len(request.tokens)
         room = self.max_length - (request.positions[-1] + 1 if request.positions else length)
         return length + min(request.max_new_tokens, room)
+
+    def _widths(self, batch: Sequence[Request]) -> list[int]:
+        """Drafted tokens of each row that may stand."""
+        size = self.proposer.block_size
+        for i, request in enumerate(batch):
+            if not 0 <= request.num_drafts <= size:
+                raise ValueError(
+                    f"request {i}: num_drafts = {request.num_drafts}: must be in 0..{size}, of the "
+                    "tokens drafted a round (0 = all)"
+                )
+        return [request.num_drafts or size for request in batch]
 
     def _sampling(self, batch: Sequence[Request], padding: int) -> Sampling | None:
         if all(r.temperature < GREEDY_BELOW for r in batch):

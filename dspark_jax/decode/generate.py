@@ -75,6 +75,7 @@ class Requests:
       offsets: rotary position minus slot, beyond the prompt.
       keys: randomness of each row.
       stop_tokens: ids that end a row; -1 = none.
+      widths: drafted tokens of a round that may stand; None = all.
     """
 
     sampling: Sampling | None
@@ -82,6 +83,7 @@ class Requests:
     offsets: Int[Array, "B"]
     keys: Key[Array, "B"]
     stop_tokens: Int[Array, "N"]
+    widths: Int[Array, "B"] | None = None
 
 
 @chex.dataclass(frozen=True)
@@ -236,7 +238,8 @@ def advance_round(
     hidden, features, cache = target.states(
         models.target, block, progress.target_cache, slots, positions
     )
-    verdict = decide.accept(draft, target.logits(models.target, hidden), fold(round_keys, _VERIFY))
+    logits, verify_keys = target.logits(models.target, hidden), fold(round_keys, _VERIFY)
+    verdict = decide.accept(draft, logits, verify_keys, requests.widths)
     context = proposer.extend(models.proposer, features, progress.context, slots, positions)
     progress = progress.replace(
         target_cache=cache, context=context, rounds=progress.rounds + ~progress.done

@@ -23,6 +23,7 @@ Name = TypeVar("Name")
 Running = tuple[Requests, Progress]
 
 _GROUP_OF = 8  # an eighth of the batch is prefilled together
+_BY_ROW = ("sampling", "limits", "offsets", "keys", "widths")  # of Requests; stop tokens are shared
 
 
 def refill(
@@ -111,15 +112,12 @@ def _prefill(
 def _parts(running: Running) -> tuple:
     """What a batch holds row by row: everything but the stop tokens."""
     requests, progress = running
-    return (requests.sampling, requests.limits, requests.offsets, requests.keys), progress
+    return {name: requests[name] for name in _BY_ROW}, progress
 
 
 def _whole(parts: tuple, stop_tokens: Int[Array, "N"]) -> Running:
-    (sampling, limits, offsets, keys), progress = parts
-    requests = Requests(
-        sampling=sampling, limits=limits, offsets=offsets, keys=keys, stop_tokens=stop_tokens
-    )
-    return requests, progress
+    rows, progress = parts
+    return Requests(**rows, stop_tokens=stop_tokens), progress
 
 
 def _empty(engine: Engine, fresh: Running, batch_size: int) -> Running:

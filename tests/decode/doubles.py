@@ -60,6 +60,7 @@ def begin(
     sampling: Sampling | None = None,
     keys=None,
     positions: np.ndarray | None = None,
+    widths: np.ndarray | None = None,
 ) -> tuple[Requests, Progress]:
     """A batch behind its prefill, so that rounds can be run one by one. Prompts are padded."""
     batch, slots = prompts.shape
@@ -72,6 +73,7 @@ def begin(
         offsets=jnp.asarray(where[np.arange(batch), lengths - 1] + 1 - lengths),
         keys=jax.vmap(jax.random.key)(jnp.arange(batch)) if keys is None else keys,
         stop_tokens=jnp.asarray([-1], jnp.int32),
+        widths=None if widths is None else jnp.asarray(widths, jnp.int32),
     )
     progress, _ = generate.prefill(
         engine.target,

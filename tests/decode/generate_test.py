@@ -196,6 +196,20 @@ def test_rows_decode_as_if_they_were_alone(greedy, drafted):
     assert engine.generate(ask(prompts, 24), batch_size=1) == sixteen
 
 
+def test_rows_of_different_widths_decode_as_if_they_were_alone(greedy, drafted):
+    """C21: two, four, one and all drafts of a round may stand."""
+    engine, prompts = drafted(block_size=4), RAGGED
+    requests = [ask([p], num_drafts=n)[0] for p, n in zip(prompts, (2, 4, 1, 0), strict=True)]
+    together = engine.generate(requests)
+    assert_untouched(together, [greedy(prompt, NEW) for prompt in prompts])
+    assert together == engine.generate(requests, batch_size=1)
+    for generation, width in zip(together, (2, 4, 1, 4), strict=True):
+        assert generation.survived[width - 1] > 0 or width == 4
+        assert not any(generation.survived[width:])
+    with pytest.raises(ValueError, match=r"request 0: num_drafts = 5: must be in 0..4"):
+        engine.generate(ask([prompts[0]], num_drafts=5))
+
+
 def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(shallow_target, scripted):
     prompts = [LONG[:length] for length in (1, 15, 16, 17, 32, 33, 47, 48)]
     truth = doubles.plain_greedy(shallow_target, prompts)

@@ -114,11 +114,12 @@ def speculative_law(p, q, size) -> np.ndarray:
     return np.asarray([first.get(out, 0.0) for out in outputs()])
 
 
-def sampled_outputs(proposer, params, how) -> np.ndarray:
+def sampled_outputs(proposer, params, how, widths=None) -> np.ndarray:
     """Outputs as cells 0, 1, ..., one a row, through prefill and rounds."""
     rows = how.temperature.shape[0]
     engine = doubles.table_engine(proposer, TARGET, params)
-    requests, progress = doubles.begin(engine, np.zeros((rows, 8)), np.ones(rows), LENGTH, how)
+    prompts = np.zeros((rows, 8)), np.ones(rows)
+    requests, progress = doubles.begin(engine, *prompts, LENGTH, how, widths=widths)
     progress = doubles.finish(engine, requests, progress)
     assert np.all(progress.lengths == 1 + LENGTH)
     tokens = np.asarray(progress.tokens[:, 1 : 1 + LENGTH])
@@ -143,6 +144,14 @@ def test_sampled_outputs_follow_the_targets_law(size, temperature, filters):
     how = how_of(MANY, temperature, **filters)
     cells = sampled_outputs(proposer, DRAFTERS["another law"], how)
     assert_follows(cells, plain_law(laws_of(TARGET, temperature, **filters)))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_law_holds_for_rows_of_which_fewer_drafts_may_stand(width):
+    """C21: behind the last of them comes the target's law, not a residual."""
+    proposer, widths = doubles.TableDrafter(VOCABULARY, 3), np.full(MANY, width)
+    cells = sampled_outputs(proposer, DRAFTERS["another law"], how_of(MANY, 1.0), widths)
+    assert_follows(cells, plain_law(laws_of(TARGET, 1.0)))
 
 
 @pytest.mark.parametrize("drafter", ["the target's law", "the opposite law", "always 2", "none"])
