@@ -226,9 +226,11 @@ def print_candidates(rows: Sequence[tuple[Candidates, Replay]], is_json: bool) -
 def print_drafter(kind: str, drafter: Drafter, card: Card | None) -> None:
     """What a drafter is, field by field, and what its card says."""
     c, g = drafter.config, drafter.config.geometry
-    layout = "anchor + masks, slot k predicts behind it" if c.predict_from_anchor else (
-        "anchor + masks, row i predicts its own position"
-    )  # fmt: skip
+    layout = f"{c.num_inputs} rows, anchor and masks; " + (
+        "the anchor's row predicts too"
+        if c.predict_from_anchor
+        else "the anchor's row does not predict"
+    )
     sizes = [value.size for value in jax.tree.leaves(nnx.state(drafter))]
     reduced = f"{c.draft_vocab_size} of {c.vocab_size}" if c.draft_vocab_size else c.vocab_size
     rows = {
@@ -237,6 +239,7 @@ def print_drafter(kind: str, drafter: Drafter, card: Card | None) -> None:
         "drafted tokens a round": c.block_size,
         "backbone": f"{c.num_layers} layers, width {g.width}, MLP {g.mlp_width}, "
         f"{g.heads} query and {g.kv_heads} key heads of {g.head_dim}",
+        "rotary": g.rotary,
         "windows": c.windows or "full attention",
         "causal layers": sum(c.causal),
         "convolutions": c.convolution or "none",
@@ -245,6 +248,8 @@ def print_drafter(kind: str, drafter: Drafter, card: Card | None) -> None:
         "head": c.head or "none (DFlash)",
         "candidates": c.candidates or "the vocabulary",
         "confidence head": c.confidence or "none",
+        "scales": f"embedding {c.embedding_scale or 1}, base logits {c.logit_multiplier}, "
+        f"capped at {c.logit_softcap or 'nothing'}",
         "vocabulary": reduced,
         "parameters": f"{sum(sizes):,}",
         **_card_rows(card),
@@ -270,10 +275,14 @@ def _card_rows(card: Card | None) -> dict[str, str]:
     if card.accepted_length is not None:
         length = f"{card.accepted_length} over {card.measured_on or 'unnamed prompts'}"
         length += f" ({card.counted})"
+    if card.interval is not None:
+        length += ", 95%: {:.2f}..{:.2f}".format(*card.interval)
+    by_position = " ".join(f"{x:.2f}" for x in card.acceptance or ())
     return {
         "target": card.target,
         "trained mode": str(card.mode or "not known"),
         "expected accepted length": length,
+        "accepted at position k": by_position or "not said",
         "data": card.data or "not said",
         "budget": card.budget or "not said",
     }

@@ -18,7 +18,7 @@ from dspark_jax.weights.load import load_drafter
 def drafter_config(
     recipe: DrafterRecipe, target: TargetConfig, feature_scales: tuple[float, ...] = ()
 ) -> DrafterConfig:
-    """The full config of a drafter for a target; backbone layers are Qwen3's.
+    """The full config of a drafter for a target; backbone layers are Qwen3's, Gemma4's for Gemma4.
 
     Raises:
       ValueError: a field of the recipe does not fit the target.
@@ -40,7 +40,7 @@ def drafter_config(
             f"drafter.window = {recipe.window}: must reach over the {rows} rows of a block"
         )
     return DrafterConfig(
-        geometry=target.geometry.plain(qk_norm=True),
+        geometry=target.full_geometry or target.geometry.plain(qk_norm=True),
         vocab_size=target.vocab_size,
         num_layers=recipe.num_layers,
         block_size=recipe.block_size,

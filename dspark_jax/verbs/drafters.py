@@ -13,15 +13,13 @@ from dspark_jax.weights.load import (
     convert,
     drafter_folder,
     load_drafter,
-    load_target,
 )
 from dspark_jax.weights.tensors import read_folder
 
 
 def run_convert(args: Convert) -> None:
     """`dspark convert`."""
-    target = load_target(args.target)
-    dtype = convert(args.source, args.folder, args.to, target, args.dtype, args.format)
+    dtype = convert(args.source, args.folder, args.to, args.target, args.dtype, args.format)
     report.out.print(f"{args.folder}: {args.to}, {dtype}", highlight=False)
 
 

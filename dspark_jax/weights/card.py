@@ -44,6 +44,8 @@ class Card:
     data: str | None = None  # what it was trained on
     budget: str | None = None  # how long
     accepted_length: float | None = None  # to expect, None = not measured
+    interval: tuple[float, ...] | None = None  # its 95%, over prompts drawn again
+    acceptance: tuple[float, ...] | None = None  # of draft position k, of rounds that reached it
     measured_on: str | None = None  # prompts and settings of that measurement
     counted: str = COUNTED  # what an accepted length is
 
@@ -98,7 +100,9 @@ def read(folder: Path) -> Card | None:
 def carried(folder: Path, target: str, note: str) -> str:
     """The card of a drafter written anew: what its old folder said, and a note at the end."""
     path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else f"# Drafter for {target}\n"
+    text = f"# Drafter for {target}\n"
+    if path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
     head, body = _split(text)
     if not head:
         head = front_matter(Card(target=target))

@@ -1,6 +1,6 @@
 """DeepSpec's DSpark checkpoints, Qwen3 and Gemma4: flat fields, anchor-first.
 
-They ship copies of the target's embedding and lm head, which we lend instead: `read` returns them
+Most ship copies of the target's embedding and lm head, which we lend instead: `read` returns them
 beside the drafter, so that the caller can compare them with the target's.
 """
 
@@ -38,6 +38,7 @@ from dspark_jax.weights.tensors import (
 )
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+_ANCHORS = 512  # of training: their classes ask for the field
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _RENAMED = (
     (r"^backbone\.", ""),
@@ -57,6 +58,9 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
     kinds = hf.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(f"layer_types = {kinds!r}: supported is full_attention")
+    for said in ("sample_from_anchor", "shift_label"):
+        if flag(hf, said) is False:
+            raise CheckpointError(f"{said} = False: DeepSpec's blocks predict from the anchor")
     is_gemma = _is_gemma(hf)
     geometry = gemma4.full_geometry(hf, rotaries(hf)[0]) if is_gemma else qwen3_geometry(hf)
     return DrafterConfig(
@@ -128,25 +132,28 @@ def namer(config: DrafterConfig) -> Callable[[str], str]:
     return name
 
 
-def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent]:
-    """A DeepSpec drafter, and the embedding and lm head it ships, in the dtype they are stored in.
+def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent | None]:
+    """A DeepSpec drafter, and the embedding and lm head if it ships them, as they are stored.
 
     Raises:
       CheckpointError: the folder does not hold what its config.json describes.
     """
     config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
     absent = [n for n in (_EMBEDDING, _HEAD) if n not in tensors]
-    if absent:
-        raise CheckpointError(f"{folder}: missing tensors: {', '.join(absent)}")
-    lent = Lent(embedding=_table(tensors, _EMBEDDING, config), head=_table(tensors, _HEAD, config))
+    if len(absent) == 1:
+        raise CheckpointError(f"{folder}: missing tensors: {absent[0]}")
+    shape = (config.vocab_size, config.geometry.width)
+    lent = None if absent else Lent(
+        embedding=take_table(tensors, _EMBEDDING, shape), head=take_table(tensors, _HEAD, shape)
+    )  # fmt: skip
     build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
     drafter = fill(build, tensors, namer(config), dtype)
     return drafter, lent
 
 
-def _table(tensors: dict[str, Array], name: str, config: DrafterConfig) -> Float[Array, "V D"]:
+def take_table(tensors: dict[str, Array], name: str, shape: tuple[int, int]) -> Float[Array, "V D"]:
     """Takes a table of all tokens out of a folder's tensors."""
-    table, shape = tensors.pop(name), (config.vocab_size, config.geometry.width)
+    table = tensors.pop(name)
     if table.shape != shape or not jnp.issubdtype(table.dtype, jnp.floating):
         raise CheckpointError(
             f"wrong tensors: {name} is {table.dtype} {table.shape}, expected floats {shape}"
@@ -172,7 +179,7 @@ def write(
     c = drafter.config
     is_gemma = c.geometry.sandwich_norms
     unlike = gemma4.objections if is_gemma else export.unlike_qwen3
-    export.refuse("DeepSpec", [*unlike(c), *_objections(c)])
+    export.refuse("DeepSpec", [*unlike(c), *_objections(c), *export.last_tap(c, target)])
     backbone = export.backbone_fields(c, target.max_length, dtype)
     markov = {} if c.head is None else {"markov_head_type": getattr(c.head, "gate", "rnn")}
     sees = {} if c.confidence is None else {
@@ -185,6 +192,7 @@ def write(
         "target_layer_ids": list(c.target_layer_ids),
         "block_size": c.block_size,
         "mask_token_id": c.mask_token,
+        "num_anchors": _ANCHORS,
         "markov_rank": 0 if c.head is None else c.head.rank,
         "enable_confidence_head": c.confidence is not None,
         **markov,

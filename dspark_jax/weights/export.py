@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 from safetensors.flax import save_file
 
-from dspark_jax.config import DrafterConfig, Geometry, Rotary
+from dspark_jax.config import DrafterConfig, Geometry, Rotary, TargetConfig
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights.tensors import CheckpointError, paths, typed
 
@@ -24,6 +24,14 @@ def refuse(kind: str, reasons: Sequence[str]) -> None:
     """Raises CheckpointError with all reasons why a format cannot hold a drafter, if any."""
     if reasons:
         raise CheckpointError(f"a {kind} checkpoint cannot hold this drafter: {'; '.join(reasons)}")
+
+
+def last_tap(config: DrafterConfig, target: TargetConfig) -> list[str]:
+    """Elsewhere the last layer's output is tapped behind the target's final norm, here before."""
+    if config.target_layer_ids[-1] < target.num_layers - 1:
+        return []
+    ids = list(config.target_layer_ids)
+    return [f"target_layer_ids = {ids}: reference code reads the last layer behind the final norm"]
 
 
 def unlike_qwen3(config: DrafterConfig) -> list[str]:
@@ -107,8 +115,8 @@ def tensors_of(drafter: Drafter, names: Callable[[str], str], dtype: DTypeLike) 
 
 
 def require_empty(folder: Path) -> None:
-    """Raises CheckpointError if a folder holds a checkpoint, of whatever kind."""
-    names = ("config.json", "model.safetensors", "model.safetensors.index.json")
+    """Raises CheckpointError if a folder holds a checkpoint, of whatever kind, or its card."""
+    names = ("config.json", "model.safetensors", "model.safetensors.index.json", "README.md")
     if held := [name for name in names if (folder / name).exists()]:
         raise CheckpointError(f"{folder} already holds a {held[0]}: give another folder")
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.nn.drafter import Drafter, Lent
@@ -82,8 +83,10 @@ def _published(config: Mapping[str, Any]) -> Format:
     )
 
 
-def read(folder: Path, kind: Format, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent | None]:
-    """A drafter, and the target's embedding and lm head where the folder ships copies.
+def read(
+    folder: Path, kind: Format, dtype: DTypeLike = jnp.float32
+) -> tuple[Drafter, dict[str, Array]]:
+    """A drafter, and by name the target's tables of which the folder ships copies.
 
     Raises:
       CheckpointError: says which folder, as which format, and what is wrong with it.
@@ -94,15 +97,17 @@ def read(folder: Path, kind: Format, dtype: DTypeLike = jnp.float32) -> tuple[Dr
             raise CheckpointError("quantization_config is present: dequantise the drafter first")
         match kind:
             case "native":
-                return native.load(folder, dtype), None
+                return native.load(folder, dtype), {}
             case "deepspec":
-                return deepspec.read(folder, dtype)
+                drafter, lent = deepspec.read(folder, dtype)
+                tables = () if lent is None else (lent.embedding, lent.head)
+                return drafter, dict(zip(speculators.TABLES, tables, strict=False))
             case "speculators":
-                return speculators.read(folder, dtype), None
+                return speculators.read(folder, dtype)
             case "domino":
-                return specforge.read(folder, dtype), None
+                return specforge.read(folder, dtype), {}
             case _:
-                return zlab.read(folder, dtype, kind == "dflash2"), None
+                return zlab.read(folder, dtype, kind == "dflash2"), {}
     except ValueError as error:
         where = "" if str(folder) in str(error) else f"{folder}: "
         raise CheckpointError(f"{where}as {kind}: {error}") from error

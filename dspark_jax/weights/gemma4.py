@@ -33,7 +33,8 @@ def full_geometry(hf: Mapping[str, Any], rotary: Rotary) -> Geometry:
     Raises:
       CheckpointError: config.json asks for a part of the family that is not run.
     """
-    asked = [f"{name} = {hf[name]}" for name, off in _ABSENT.items() if hf.get(name, off) != off]
+    said = {name: hf[name] for name in _ABSENT if hf.get(name) is not None}
+    asked = [f"{name} = {value}" for name, value in said.items() if value != _ABSENT[name]]
     if asked:
         raise CheckpointError(f"gemma4 with {', '.join(asked)}: not supported")
     required(hf, "attention_k_eq_v")
@@ -43,7 +44,9 @@ def full_geometry(hf: Mapping[str, Any], rotary: Rotary) -> Geometry:
         width=whole(hf, "hidden_size"),
         mlp_width=whole(hf, "intermediate_size"),
         heads=whole(hf, "num_attention_heads"),
-        kv_heads=_full(hf, "num_key_value_heads", "num_global_key_value_heads"),
+        kv_heads=_full(hf, "num_key_value_heads", "num_global_key_value_heads")
+        if flag(hf, "attention_k_eq_v")
+        else whole(hf, "num_key_value_heads"),
         head_dim=_full(hf, "head_dim", "global_head_dim"),
         rotary=rotary,
         norm_eps=number(hf, "rms_norm_eps"),
@@ -93,9 +96,11 @@ def fields(backbone: dict[str, Any], c: DrafterConfig, target: TargetConfig) -> 
     }  # fmt: skip
     return {
         **{name: value for name, value in backbone.items() if name != "hidden_act"},
+        **_ABSENT,
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "num_key_value_heads": own.kv_heads,
+        "num_key_value_heads": own.kv_heads if g.value_from_key else g.kv_heads,
+        "sliding_window": next(filter(None, target.windows), target.max_length),
         "head_dim": own.head_dim,
         "num_global_key_value_heads": g.kv_heads,
         "global_head_dim": g.head_dim,

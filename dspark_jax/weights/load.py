@@ -1,11 +1,13 @@
 """Names and folders -> a target with its tokenizer, a drafter that fits it."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from dspark_jax import text
 from dspark_jax.config import TargetConfig
@@ -14,6 +16,7 @@ from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
 from dspark_jax.weights import assets, card, formats, gguf, hub, targets
 from dspark_jax.weights.formats import Format
+from dspark_jax.weights.speculators import TABLES
 from dspark_jax.weights.tensors import CheckpointError, float_dtype, read_folder, read_json
 
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"
@@ -99,11 +102,9 @@ def load_drafter(
     if name == "none":
         return None
     folder = drafter_folder(name)
-    drafter, lent = formats.read(folder, format or formats.format_of(folder), dtype)
+    drafter, copies = formats.read(folder, format or formats.format_of(folder), dtype)
     if target is not None:
-        check_pair(drafter, target.config)
-    if target is not None and lent is not None:
-        _check_lent(folder, lent, target)
+        _check_fit(folder, drafter, copies, target)
     return drafter
 
 
@@ -117,23 +118,27 @@ def drafter_folder(name: str) -> Path:
     return folder
 
 
-def _check_lent(folder: Path, lent: Lent, target: Target) -> None:
-    """A drafter's own embedding and lm head must be the target's, padding rows aside.
+def _check_fit(folder: Path, drafter: Drafter, copies: Mapping[str, Array], target: Target) -> None:
+    """A drafter must be made for the target, and its copies be the target's, padding rows aside.
 
     They are the same where the coarser of both dtypes says so: one side may have been rounded.
     """
-    pairs = (
-        ("embed_tokens", lent.embedding, target.embed_tokens[...]),
-        ("lm_head", lent.head, target.head),
-    )
-    for name, theirs, ours in pairs:
+    check_pair(drafter, target.config)
+    layers = read_json(folder / "config.json").get("num_target_layers")
+    if layers not in (None, target.config.num_layers):
+        raise CheckpointError(
+            f"{folder}: num_target_layers = {layers}, the target has {target.config.num_layers}; "
+            "this drafter was made for another target"
+        )
+    for name, theirs in copies.items():
+        ours = target.embed_tokens[...] if name == TABLES[0] else target.head
         rows = theirs[: ours.shape[0]]
         coarse = min(rows.dtype, ours.dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
         if rows.shape != ours.shape or not jnp.array_equal(
             rows.astype(coarse), ours.astype(coarse)
         ):
             raise CheckpointError(
-                f"{folder}: its {name}.weight differs from the target's; "
+                f"{folder}: its {name} differs from the target's; "
                 "this drafter was made for another target"
             )
 
@@ -142,7 +147,7 @@ def convert(
     source: str,
     folder: Path,
     kind: Format,
-    target: LoadedTarget,
+    target: str,
     dtype: DTypeLike | None = None,
     format: Format | None = None,
 ) -> jnp.dtype:
@@ -152,7 +157,7 @@ def convert(
       source: a drafter, as in `load_drafter`.
       folder: where to.
       kind: the format to write.
-      target: what the drafter was made for; some formats store parts of it.
+      target: what the drafter was made for; its weights are read if either side holds copies.
       dtype: of the tensors; None = as the source has them.
       format: of the source; None = as its content says.
 
@@ -164,10 +169,13 @@ def convert(
     """
     found = drafter_folder(source)
     format = format or formats.format_of(found)
+    drafter, copies = formats.read(found, format)
+    made_for = (load_target if copies or kind == "deepspec" else outline_target)(target).model
+    _check_fit(found, drafter, copies, made_for)
     dtype = jnp.dtype(dtype or float_dtype(read_folder(found)))
-    drafter = load_drafter(source, target.model, format=format)
-    lent = Lent(embedding=target.model.embed_tokens[...], head=target.model.head)
-    said = card.carried(found, target.name, f"Written as {kind} from {found.name} ({format}).")
-    made_for = target.model.config
-    formats.write(folder, kind, drafter, made_for, lent, dtype, said, hub.repository(target.name))
+    lent = None
+    if kind == "deepspec":
+        lent = Lent(embedding=made_for.embed_tokens[...], head=made_for.head)
+    said = card.carried(found, target, f"Written as {kind} from {found.name} ({format}).")
+    formats.write(folder, kind, drafter, made_for.config, lent, dtype, said, hub.repository(target))
     return dtype

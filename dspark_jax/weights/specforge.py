@@ -19,6 +19,7 @@ from dspark_jax.weights import export, zlab
 from dspark_jax.weights.tensors import (
     CheckpointError,
     fill,
+    flag,
     part,
     read_folder,
     read_json,
@@ -66,6 +67,11 @@ def drafter_config(hf: Mapping[str, Any]) -> DrafterConfig:
             f"shift_label = {is_shifted!r} leaves the layout open (true: the anchor's row predicts "
             "too, block_size tokens a round; false: it does not, one fewer): set it in config.json"
         )
+    if flag(fields, "sample_from_anchor") not in (None, is_shifted):
+        raise CheckpointError(
+            f"sample_from_anchor = {not is_shifted} beside shift_label = {is_shifted}: they say "
+            "different things of the anchor's row"
+        )
     return dataclasses.replace(
         backbone,
         head=head_config(fields),
@@ -96,7 +102,7 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     c = drafter.config
-    export.refuse("Domino", _objections(c))
+    export.refuse("Domino", [*_objections(c), *export.last_tap(c, target)])
     nested = {
         "projector_type": PROJECTORS[0],
         "shift_label": c.predict_from_anchor,

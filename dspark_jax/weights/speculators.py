@@ -36,6 +36,8 @@ KINDS = ("dflash", "dspark", "dflash2")
 _VERSION = "0.9.0"  # of the library whose fields these are
 _CLASSES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
 _TOKENS = "draft_tokens"  # stands for both tables
+_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")  # of training, in early files
+TABLES = ("embed_tokens.weight", "lm_head.weight")  # of the target, in early files
 _OWN = {"heads.lm_head": "lm_head.weight", "heads.draft_tokens": _TOKENS}
 
 
@@ -113,8 +115,8 @@ def _from_anchor(hf: Mapping[str, Any], kind: str) -> bool:
     if said is None or tokens not in (None, rows if said else rows - 1):
         raise CheckpointError(
             f"sample_from_anchor = {hf.get('sample_from_anchor')}, block_size = {rows}, "
-            f"speculative_tokens = {tokens} leave the layout open ({meanings}): "
-            "set sample_from_anchor in config.json"
+            f"speculative_tokens = {tokens} leave the layout open ({meanings}): copy the folder "
+            "and set sample_from_anchor in its config.json"
         )
     if said and kind == "dflash2":
         raise CheckpointError("sample_from_anchor = True: dflash2's blocks are anchor and masks")
@@ -132,16 +134,18 @@ def namer(config: DrafterConfig) -> Callable[[str], str]:
     return lambda path: _OWN.get(path) or plain(path)
 
 
-def read(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:
-    """A drafter of one of the three kinds."""
+def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, dict[str, Array]]:
+    """A drafter of one of the three kinds, and the target's tables if it ships them."""
     config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
-    drafted = config.draft_vocab_size
+    drafted, shape = config.draft_vocab_size, (config.vocab_size, config.geometry.width)
+    known = TABLES[:1] if drafted else TABLES  # of fewer tokens it has a head of its own
+    copies = {n: deepspec.take_table(tensors, n, shape) for n in known if n in tensors}
     offsets, held = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if drafted or offsets is not None or held is not None:
         tokens = _draft_tokens(offsets, held, drafted or config.vocab_size, config.vocab_size)
         tensors |= {_TOKENS: tokens} if drafted else {}
     build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
-    return fill(build, tensors, namer(config), dtype)
+    return fill(build, tensors, namer(config), dtype, _VERIFIER), copies
 
 
 def _draft_tokens(
@@ -183,7 +187,8 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     kind = _kind(drafter.config)
-    export.refuse(f"speculators {kind}", _objections(drafter.config))
+    reasons = [*_objections(drafter.config), *export.last_tap(drafter.config, target)]
+    export.refuse(f"speculators {kind}", reasons)
     drafter = zlab.with_convolutions(drafter) if kind == "dflash2" else drafter
     c = drafter.config
     layer = export.backbone_fields(c, target.max_length, dtype)

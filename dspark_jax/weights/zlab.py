@@ -101,7 +101,13 @@ def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One a layer; `layer_types` decides, whatever `use_sliding_window` says."""
     layers = whole(hf, "num_hidden_layers", most=MOST_LAYERS)
-    kinds = hf.get("layer_types") or ["full_attention"] * layers
+    kinds = hf.get("layer_types")
+    if not kinds and hf.get("use_sliding_window") and hf.get("sliding_window"):
+        raise CheckpointError(
+            f"sliding_window = {hf['sliding_window']!r} is used, but by which layers is not said: "
+            "name each layer's kind in layer_types"
+        )
+    kinds = kinds or ["full_attention"] * layers
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(f"layer_types = {kinds!r}: must be a list of names")
     if len(kinds) != layers:
@@ -162,7 +168,8 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     is_second = drafter.config.head is not None
-    export.refuse("DFlash-2" if is_second else "DFlash", _objections(drafter.config))
+    reasons = [*_objections(drafter.config), *export.last_tap(drafter.config, target)]
+    export.refuse("DFlash-2" if is_second else "DFlash", reasons)
     drafter = with_convolutions(drafter) if is_second else drafter
     c = drafter.config
     nested = selector_fields(c) if is_second else {}

@@ -13,10 +13,11 @@ from flax import nnx
 
 from dspark_jax.config import Experts, spread_layers
 from dspark_jax.config_training import DrafterRecipe
-from dspark_jax.nn.drafter import Lent
+from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import initial
 from dspark_jax.weights import deepspec, native, speculators
+from dspark_jax.weights.targets import target_config
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 RECIPE = DrafterRecipe(num_layers=1, mask_token=96, target_layer_ids=(1, 2))
@@ -168,6 +169,18 @@ def test_a_released_drafter_in_another_format_may_be_continued(tiny_target, tmp_
     deepspec.write(tmp_path, first, lent, tiny_target.config, jnp.float32)
     again = initial.continued(config, tmp_path)
     chex.assert_trees_all_equal(nnx.state(again), nnx.state(first))
+
+
+def test_a_drafter_for_gemma4_has_the_family_s_layers(tmp_path):
+    """As published: geometry of the full-attention layers, so that DeepSpec's format holds it."""
+    target = target_config(json.loads((GOLDENS / "target_gemma4" / "config.json").read_text()))
+    config = initial.drafter_config(RECIPE, target)
+    assert config.geometry == target.full_geometry
+    drafter = Drafter(config, rngs=nnx.Rngs(0))
+    table = jnp.zeros((target.vocab_size, config.geometry.width))
+    lent = Lent(embedding=table, head=table)
+    deepspec.write(tmp_path, drafter, lent, target, jnp.float32)
+    assert deepspec.read(tmp_path)[0].config == config
 
 
 def test_a_reduced_vocabulary_is_not_continued():

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from dspark_jax.config import Markov
+from dspark_jax.config import Domino, Markov
 from dspark_jax.nn.drafter import Lent
 from dspark_jax.weights import formats, native
 from dspark_jax.weights.tensors import CheckpointError
@@ -142,3 +144,95 @@ def test_our_own_format_keeps_a_reduced_vocabulary_in_any_precision(tmp_path):
     read = native.load(tmp_path, jnp.bfloat16)
     assert read.config == dataclasses.replace(drafter.config)
     assert read.heads.draft_tokens[...].tolist() == [10 * i for i in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("golden", "fields", "complaint"),
+    [
+        ("dspark_qwen3_vanilla", {"sample_from_anchor": False}, "sample_from_anchor = False"),
+        ("dspark_qwen3_vanilla", {"shift_label": False}, "shift_label = False"),
+        (
+            "dflash_qwen3",
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 4},
+            "name each layer's kind in layer_types",
+        ),
+    ],
+)
+def test_a_layout_that_is_said_is_not_read_otherwise(golden, fields, complaint, tmp_path):
+    """C25."""
+    folder = changed(tmp_path, golden, **fields)
+    with pytest.raises(CheckpointError, match=complaint):
+        formats.read(folder, formats.format_of(folder))
+
+
+SPECFORGE = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "modeling_domino.DominoDraftModel"},
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "layer_types": ["full_attention", "full_attention"],
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "block_size": 4,
+    "num_target_layers": 4,
+    "emb_dim": 5,
+    "dflash_config": {
+        "projector_type": "domino",
+        "emb_dim": 5,
+        "gru_hidden_dim": 6,
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+        "mask_token_id": 96,
+        "target_layer_ids": [0, 2],
+    },
+}
+_LAYER = {
+    "self_attn.q_proj": (32, 32),
+    "self_attn.k_proj": (16, 32),
+    "self_attn.v_proj": (16, 32),
+    "self_attn.o_proj": (32, 32),
+    "self_attn.q_norm": (8,),
+    "self_attn.k_norm": (8,),
+    "mlp.gate_proj": (48, 32),
+    "mlp.up_proj": (48, 32),
+    "mlp.down_proj": (32, 48),
+    "input_layernorm": (32,),
+    "post_attention_layernorm": (32,),
+}
+_SPECFORGE_TENSORS = {
+    **{f"layers.{i}.{name}.weight": shape for i in range(2) for name, shape in _LAYER.items()},
+    "fc.weight": (32, 64),
+    "hidden_norm.weight": (32,),
+    "norm.weight": (32,),
+    "prefix_gru.weight_ih_l0": (18, 32),
+    "prefix_gru.weight_hh_l0": (18, 6),
+    "embed_proj.0.weight": (5, 38),
+    "embed_proj.2.weight": (97, 5),
+}
+
+
+@pytest.mark.parametrize("projector", ["domino", "causal_v5"])
+def test_specforge_s_domino_is_read_as_it_is_published(projector, tmp_path):
+    """Names and fields of its own, not of our export."""
+    nested = SPECFORGE["dflash_config"] | {"projector_type": projector}
+    (tmp_path / "config.json").write_text(json.dumps(SPECFORGE | {"dflash_config": nested}))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in _SPECFORGE_TENSORS.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert formats.format_of(tmp_path) == "domino"
+    config = formats.read(tmp_path, "domino")[0].config
+    assert config.head == Domino(rank=5, gru_width=6, pure_prefix=1)
+    assert (config.block_size, config.predict_from_anchor) == (4, True)
+    nested["sample_from_anchor"] = False
+    (tmp_path / "config.json").write_text(json.dumps(SPECFORGE | {"dflash_config": nested}))
+    with pytest.raises(CheckpointError, match="sample_from_anchor = False beside shift_label"):
+        formats.read(tmp_path, "domino")

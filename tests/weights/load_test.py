@@ -15,7 +15,7 @@ from dspark_jax.config import Geometry, Rotary, TargetConfig
 from dspark_jax.nn.drafter import Lent, check_pair
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
-from dspark_jax.weights import deepspec
+from dspark_jax.weights import deepspec, load
 from dspark_jax.weights.load import LoadedTarget, convert, load_drafter, load_target
 from dspark_jax.weights.tensors import CheckpointError
 
@@ -82,10 +82,32 @@ def test_a_copy_rounded_on_one_side_is_the_target_s(stored, run, tmp_path):
         load_drafter(str(tmp_path), target)
 
 
-def test_an_export_names_a_target_of_the_hub_as_others_do(target, tmp_path):
+def test_a_drafter_of_a_deeper_target_is_refused(target, tmp_path):
+    """K09: its taps would fit."""
+    folder = shutil.copytree(GOLDEN, tmp_path / "deeper")
+    fields = theirs_of(folder) | {"num_target_layers": 9}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="num_target_layers = 9, the target has 8"):
+        load_drafter(str(folder), target)
+
+
+def test_deepspec_s_drafters_may_leave_out_the_copies(tmp_path):
+    table = jnp.zeros((97, 32))
+    lent = Lent(embedding=table, head=table)
+    deepspec.write(tmp_path, drafter_of(), lent, TARGET, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = {n: x for n, x in tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")}
+    save_file(own, tmp_path / "model.safetensors")
+    assert load_drafter(str(tmp_path)).config == drafter_of().config
+
+
+def test_an_export_names_a_target_of_the_hub_as_others_do(target, tmp_path, monkeypatch):
+    """Only its shapes are read: this format stores nothing of it."""
     unread = Tokenizer.__new__(Tokenizer)
-    made_for = LoadedTarget(name="hf://org/target@v2", model=target, tokenizer=unread)
-    convert(str(GOLDEN.parent / "dflash_qwen3"), tmp_path, "speculators", made_for, jnp.float32)
+    name = "hf://org/target@v2"
+    made_for = LoadedTarget(name=name, model=target, tokenizer=unread)
+    monkeypatch.setattr(load, "outline_target", {name: made_for}.get)
+    convert(str(GOLDEN.parent / "dflash_qwen3"), tmp_path, "speculators", name, jnp.float32)
     verifier = theirs_of(tmp_path)["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == "org/target"
     assert 'base_model: "org/target"' in (tmp_path / "README.md").read_text()

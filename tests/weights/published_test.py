@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dspark_jax.config import Geometry, Rotary, TargetConfig
 from dspark_jax.nn.drafter import Drafter, Lent, check_pair
 from dspark_jax.sharding import make_mesh, place
-from dspark_jax.weights import deepspec
+from dspark_jax.weights import deepspec, zlab
 
 SHARED = {
     "num_hidden_layers": 5,
@@ -68,7 +68,8 @@ GEMMA_12B = {
     "hidden_activation": "gelu_pytorch_tanh",
     "final_logit_softcapping": 30.0,
     "num_target_layers": 48,
-    "target_layer_ids": [1, 12, 23, 34, 45],
+    "target_layer_ids": [5, 17, 29, 41, 46],
+    "mask_token_id": 4,
     "rope_parameters": {
         "full_attention": {
             "rope_theta": 1e6,
@@ -105,6 +106,69 @@ def test_published_drafters_have_their_tensors_and_parameters(hf, tensors, total
     assert len(found) == tensors
     trained = {n: s for n, s in found.items() if not n.endswith("layer_scalar")}  # buffers
     assert sum(int(np.prod(shape)) for shape in trained.values()) == total
+
+
+BACKBONE = {
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "layer_types": 5 * ["sliding_attention"],
+    "sliding_window": 2048,
+    "is_causal": False,
+}
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
+QWEN_27B = {
+    **BACKBONE,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+    "dflash_config": {
+        **SELECTOR,
+        "block_size": 8,
+        "mask_token_id": 248070,
+        "target_layer_ids": [5, 19, 33, 47, 61],
+    },
+}
+MUSE_30B = {
+    **BACKBONE,
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 202048,
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    "dflash_config": {
+        **SELECTOR,
+        "block_size": 16,
+        "mask_token_id": 201818,
+        "target_layer_ids": [1, 13, 25, 37, 49],
+        "output_multiplier": 0.19611613513818404,
+        "final_logit_softcapping": 20.0,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "drafted", "total"),
+    [(QWEN_27B, 7, 1_924_404_480), (MUSE_30B, 15, 2_772_159_744)],
+    ids=["qwen3.8-27b", "muse-30b"],
+)
+def test_published_selectors_have_their_tensors_and_parameters(hf, drafted, total):
+    config = zlab.drafter_config(hf)
+    state = nnx.state(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
+    leaves = jax.tree.leaves(state)
+    assert (len(leaves), sum(int(np.prod(x.shape)) for x in leaves)) == (81, total)
+    assert (config.block_size, config.windows, config.causal) == (drafted, 5 * (2048,), ())
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """speculators' drafters: what their fields mean, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dspark_jax.config import Convolution, Markov
 from dspark_jax.weights import speculators
@@ -49,7 +50,7 @@ def test_a_selector_is_a_linear_gate_with_convolutions():
 
 
 def test_a_reduced_vocabulary_brings_its_head_and_its_tokens():
-    drafter = speculators.read(GOLDENS / "speculators_dspark_reduced_vocab")
+    drafter, _ = speculators.read(GOLDENS / "speculators_dspark_reduced_vocab")
     tensors = load_file(GOLDENS / "speculators_dspark_reduced_vocab" / "model.safetensors")
     tokens = np.flatnonzero(tensors["t2d"])
     np.testing.assert_array_equal(drafter.heads.draft_tokens[...], tokens)
@@ -114,8 +115,27 @@ def test_each_drafter_is_written_as_what_it_is(change, kind, tmp_path):
     }
     proposed = said["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     assert proposed == drafter.config.block_size
-    read = speculators.read(tmp_path).config
+    read = speculators.read(tmp_path)[0].config
     if kind == "dflash2":
         assert read.convolution is not None and read.candidates == 16
     else:
         assert read == drafter.config
+
+
+@pytest.mark.parametrize("name", ["speculators_dspark_gated", "speculators_dspark_reduced_vocab"])
+def test_early_files_ship_the_target_s_tables(name, tmp_path):
+    """Copies are given back to be compared; what only training read is left aside."""
+    folder = shutil.copytree(GOLDENS / name, tmp_path / name)
+    tensors, config = load_file(folder / "model.safetensors"), speculators.read(folder)[0].config
+    table = np.ones((config.vocab_size, config.geometry.width), np.float32)
+    early = {"embed_tokens.weight": table, "verifier_norm.weight": table[0]}
+    if not config.draft_vocab_size:
+        early["lm_head.weight"] = 2 * table
+    save_file(tensors | early, folder / "model.safetensors")
+    drafter, copies = speculators.read(folder)
+    assert drafter.config == config
+    assert copies.keys() == early.keys() - {"verifier_norm.weight"}
+    assert all((copies[name] == early[name]).all() for name in copies)
+    save_file(tensors | early | {"embed_tokens.weight": table[1:]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="wrong tensors: embed_tokens.weight"):
+        speculators.read(folder)

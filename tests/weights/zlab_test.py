@@ -106,7 +106,7 @@ def test_a_rotary_base_is_found_wherever_it_stands(hf, changes, rotary):
 
 def test_fc_is_as_wide_as_the_taps_not_as_the_layers_are_many(tmp_path):
     """K03: one layer, three taps."""
-    drafter = drafter_of(num_layers=1, target_layer_ids=(0, 1, 3), **PLAIN)
+    drafter = drafter_of(num_layers=1, target_layer_ids=(-1, 0, 2), **PLAIN)
     zlab.write(tmp_path, drafter, TARGET, jnp.float32)
     read = zlab.read(tmp_path)
     assert read.config == drafter.config and read.backbone.fc.weight[...].shape == (32, 96)
