@@ -19,7 +19,7 @@ from dspark_jax.weights.tensors import read_json
 
 def speculators(folder: Path, expected: Expected) -> Iterator[Difference]:
     """Logits of every predicting row; a Selector's training candidates and their logits."""
-    drafter = format_.read(folder)
+    drafter, _ = format_.read(folder)
     given = {name: jnp.asarray(value) for name, value in expected.items()}
     lent = Lent(embedding=given["target_embed"], head=given["target_lm_head"])
     anchors, tokens = given["anchor_positions"], given["input_ids"]
