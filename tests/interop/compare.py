@@ -52,12 +52,17 @@ ANCHORED = {"predict_from_anchor": True, "confidence": Confidence()}
 ZLAB = {
     "dflash": {},
     "dflash, sliding and causal": {"windows": (6, None), "causal": (True, True)},
-    "dflash, scaled and capped": {"logit_multiplier": 0.5, "logit_softcap": 3.0},
+    "dflash, scaled and capped": {
+        "logit_multiplier": 0.5,
+        "logit_softcap": 3.0,
+        "embedding_scale": 2.0,
+    },
     "dflash2": SELECTOR,
     "dflash2, sliding": {**SELECTOR, "windows": (6, 6)},
 }
 SPECULATORS = {
     "dflash": {},
+    "dflash, reduced vocabulary": {"draft_vocab_size": 40},
     "dspark vanilla": {**ANCHORED, "head": Markov(rank=10)},
     "dspark gated": {**ANCHORED, "head": Markov(rank=10, gate="gated")},
     "dspark rnn": {**ANCHORED, "head": Recurrent(rank=10)},
