@@ -4,7 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dflash.model import DFlash2DraftModel, DFlashDraftModel
+from dflash.model import (
+    DFlash2DraftModel,
+    DFlashDraftModel,
+    _draft_value,
+    _raw_input_embeddings,
+)
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.models.dflash import core
 from torch import nn
@@ -68,9 +73,10 @@ def zlab(model: nn.Module, target: nn.Module, features, anchor: int) -> dict[str
     rows = model.block_size
     block = torch.full((1, rows), model.mask_token_id)
     block[0, 0] = anchor
+    scale = float(_draft_value(model.config, "input_embedding_scale", 1.0))
     hidden = model(
         target_hidden=torch.tensor(features),
-        noise_embedding=target.get_input_embeddings()(block),
+        noise_embedding=_raw_input_embeddings(target, block, scale),
         position_ids=torch.arange(features.shape[1] + rows)[None],
     )[:, 1:]
     logits = model.compute_logits(hidden, target.lm_head)
