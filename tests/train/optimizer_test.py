@@ -68,3 +68,13 @@ def test_weight_decay_is_decoupled():
     config = Optimizer(learning_rate=0.1, warmup=0.0, weight_decay=0.5)
     moved = descend(jnp.ones(3), jnp.zeros(3), config, 10**6, 1)
     np.testing.assert_allclose(moved, 1 - 0.1 * 0.5, rtol=1e-6)
+
+
+def test_a_stored_constant_stays_what_it_is():
+    """K15: weight decay moves what is trained, never Gemma4's factors, whose gradient is zero."""
+    params = {"layers": {"layer_scalar": jnp.ones(1), "weight": jnp.ones(3)}}
+    chain = optimizer.build(Optimizer(warmup=0.0, weight_decay=0.5), 10)
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = chain.update(still, chain.init(params), params)
+    moved = optax.apply_updates(params, updates)["layers"]
+    assert moved["layer_scalar"] == 1 and (moved["weight"] < 1).all()
