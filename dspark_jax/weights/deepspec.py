@@ -178,8 +178,7 @@ def write(
     """
     c = drafter.config
     is_gemma = c.geometry.sandwich_norms
-    unlike = gemma4.objections if is_gemma else export.unlike_qwen3
-    export.refuse("DeepSpec", [*unlike(c), *_objections(c), *export.last_tap(c, target)])
+    export.refuse("DeepSpec", objections(c, target))
     backbone = export.backbone_fields(c, target.max_length, dtype)
     markov = {} if c.head is None else {"markov_head_type": getattr(c.head, "gate", "rnn")}
     sees = {} if c.confidence is None else {
@@ -211,7 +210,13 @@ def _padded(table: Float[Array, "rows D"], rows: int, dtype: DTypeLike) -> Float
     return jnp.pad(jnp.asarray(table, dtype), ((0, rows - table.shape[0]), (0, 0)))
 
 
-def _objections(c: DrafterConfig) -> list[str]:
+def objections(c: DrafterConfig, target: TargetConfig) -> list[str]:
+    """Why this format cannot hold a drafter; nothing = it can."""
+    unlike = gemma4.objections if c.geometry.sandwich_norms else export.unlike_qwen3
+    return [*unlike(c), *_unsaid(c), *export.last_tap(c, target)]
+
+
+def _unsaid(c: DrafterConfig) -> list[str]:
     """What this format has no field for."""
     gate = getattr(c.head, "gate", None)
     is_known = c.head is None or isinstance(c.head, Recurrent) or gate in ("vanilla", "gated")

@@ -146,6 +146,17 @@ def write(
             zlab.write(folder, drafter, target, dtype, card)
 
 
+def holders(config: DrafterConfig, target: TargetConfig) -> list[Format]:
+    """The formats of others that can hold a drafter."""
+    kinds = {
+        "deepspec": deepspec,
+        "dflash" if config.head is None else "dflash2": zlab,
+        "speculators": speculators,
+        "domino": specforge,
+    }
+    return [kind for kind, format in kinds.items() if not format.objections(config, target)]
+
+
 def _advice(config: DrafterConfig, kind: Format) -> str:
     """Which of z-lab's formats holds a head that this one does not, if any."""
     if config.head is None:

@@ -102,7 +102,7 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     c = drafter.config
-    export.refuse("Domino", [*_objections(c), *export.last_tap(c, target)])
+    export.refuse("Domino", objections(c, target))
     nested = {
         "projector_type": PROJECTORS[0],
         "shift_label": c.predict_from_anchor,
@@ -118,9 +118,9 @@ def write(
     export.write(folder, fields, export.tensors_of(drafter, name, dtype), card)
 
 
-def _objections(c: DrafterConfig) -> list[str]:
-    """What this format has no field for."""
-    reasons = zlab.backbone_objections(c)
+def objections(c: DrafterConfig, target: TargetConfig) -> list[str]:
+    """Why this format cannot hold a drafter; nothing = it can."""
+    reasons = zlab.backbone_objections(c, target)
     if not isinstance(c.head, Domino):
         reasons.append(f"head = {c.head}: it holds Domino's alone")
     if c.convolution is not None:

@@ -187,8 +187,7 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     kind = _kind(drafter.config)
-    reasons = [*_objections(drafter.config), *export.last_tap(drafter.config, target)]
-    export.refuse(f"speculators {kind}", reasons)
+    export.refuse(f"speculators {kind}", objections(drafter.config, target))
     drafter = zlab.with_convolutions(drafter) if kind == "dflash2" else drafter
     c = drafter.config
     layer = export.backbone_fields(c, target.max_length, dtype)
@@ -260,9 +259,9 @@ def _tensors(drafter: Drafter, dtype: DTypeLike) -> dict[str, Array | np.ndarray
     return tensors
 
 
-def _objections(c: DrafterConfig) -> list[str]:
-    """What this format has no field for."""
-    reasons = export.unlike_qwen3(c)
+def objections(c: DrafterConfig, target: TargetConfig) -> list[str]:
+    """Why this format cannot hold a drafter; nothing = it can."""
+    reasons = [*export.unlike_qwen3(c), *export.last_tap(c, target)]
     unsaid = {"embedding_scale": None, "logit_multiplier": 1.0, "logit_softcap": None}
     reasons += [f"{n} = {getattr(c, n)}" for n, plain in unsaid.items() if getattr(c, n) != plain]
     if len(set(c.windows) - {None}) > 1:

@@ -168,8 +168,7 @@ def write(
       CheckpointError: the format cannot hold it, with every reason.
     """
     is_second = drafter.config.head is not None
-    reasons = [*_objections(drafter.config), *export.last_tap(drafter.config, target)]
-    export.refuse("DFlash-2" if is_second else "DFlash", reasons)
+    export.refuse("DFlash-2" if is_second else "DFlash", objections(drafter.config, target))
     drafter = with_convolutions(drafter) if is_second else drafter
     c = drafter.config
     nested = selector_fields(c) if is_second else {}
@@ -226,9 +225,9 @@ def with_convolutions(drafter: Drafter) -> Drafter:
     )
 
 
-def _objections(c: DrafterConfig) -> list[str]:
-    """What this format has no field for."""
-    reasons = backbone_objections(c)
+def objections(c: DrafterConfig, target: TargetConfig) -> list[str]:
+    """Why this format cannot hold a drafter; nothing = it can."""
+    reasons = backbone_objections(c, target)
     if c.predict_from_anchor:
         reasons.append("predict_from_anchor = True: its blocks are the anchor and masks")
     if c.head is not None and getattr(c.head, "gate", None) != "linear":
@@ -240,9 +239,9 @@ def _objections(c: DrafterConfig) -> list[str]:
     return reasons
 
 
-def backbone_objections(c: DrafterConfig) -> list[str]:
+def backbone_objections(c: DrafterConfig, target: TargetConfig) -> list[str]:
     """What neither DFlash, DFlash-2 nor Domino have a field for."""
-    reasons = export.unlike_qwen3(c)
+    reasons = [*export.unlike_qwen3(c), *export.last_tap(c, target)]
     if c.confidence is not None:
         reasons.append(f"confidence = {c.confidence}")
     if c.draft_vocab_size:

@@ -236,3 +236,22 @@ def test_specforge_s_domino_is_read_as_it_is_published(projector, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SPECFORGE | {"dflash_config": nested}))
     with pytest.raises(CheckpointError, match="sample_from_anchor = False beside shift_label"):
         formats.read(tmp_path, "domino")
+
+
+@pytest.mark.parametrize(
+    ("change", "held"),
+    [
+        (PLAIN, ["dflash", "speculators"]),
+        ({}, ["deepspec", "speculators"]),
+        (
+            {"head": Markov(rank=4, gate="linear"), "predict_from_anchor": False},
+            ["dflash2", "speculators"],
+        ),
+        ({"head": Domino(rank=5, gru_width=6)}, ["domino"]),
+        ({"embedding_scale": 2.0}, []),
+        ({"embedding_scale": 2.0, **PLAIN}, ["dflash"]),
+    ],
+    ids=str,
+)
+def test_the_formats_that_can_hold_a_drafter_are_known_before_it_is_trained(change, held):
+    assert formats.holders(drafter_of(**change).config, TARGET) == held
