@@ -49,7 +49,8 @@ def difference(ours: Any, theirs: Any) -> float:
     """Largest difference over the largest value; infinite where ids or shapes differ."""
     chex.assert_trees_all_equal_structs(ours, theirs)
     pairs = zip(*(jax.device_get(jax.tree.leaves(side)) for side in (ours, theirs)), strict=True)
-    return max(_apart(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    apart = [_apart(np.asarray(a), np.asarray(b)) for a, b in pairs]
+    return float(np.max(apart))  # NaN wins
 
 
 def _apart(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -142,6 +142,9 @@ class Markov:
     rank: int = 256  # R, width of the two tables
     gate: Literal["vanilla", "gated", "linear"] = "vanilla"  # g: 1, sigmoid(W [h; W1[a]]), H h
 
+    def __post_init__(self):
+        require(self, ("rank",), lambda n: n >= 1, "at least 1", "head.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent:
@@ -149,14 +152,24 @@ class Recurrent:
 
     rank: int = 256  # R, width of the tables and of the state
 
+    def __post_init__(self):
+        require(self, ("rank",), lambda n: n >= 1, "at least 1", "head.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Domino:
-    """Domino's head: a GRU over the target's embeddings of the block's prefix."""
+    """Domino's head: a GRU over the target's embeddings of the block's prefix, as stored.
+
+    A drafter's `embedding_scale` is the backbone's alone.
+    """
 
     rank: int = 256  # R, width of the bottleneck and of the vocabulary table
     gru_width: int = 1024  # width of the GRU's state
     pure_prefix: int = 1  # first predictions of a block that keep the base logits
+
+    def __post_init__(self):
+        require(self, ("rank", "gru_width"), lambda n: n >= 1, "at least 1", "head.")
+        require(self, ("pure_prefix",), lambda n: n >= 0, "at least 0", "head.")
 
 
 Head = Markov | Recurrent | Domino  # a correction head; None = DFlash
@@ -168,6 +181,9 @@ class Convolution:
 
     kernel_size: int = 2  # taps: the row itself and those before it
     group_size: int = 16  # channels that share a dynamic correction
+
+    def __post_init__(self):
+        require(self, ("kernel_size", "group_size"), lambda n: n >= 1, "at least 1", "convolution.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +219,7 @@ class DrafterConfig:
     def __post_init__(self):
         require(self, ("num_layers", "block_size"), lambda n: n >= 1, "at least 1")
         require(self, ("num_layers",), lambda n: n <= MOST_LAYERS, f"at most {MOST_LAYERS}")
-        require(self, ("draft_vocab_size",), lambda n: n >= 0, "at least 0")
+        require(self, ("candidates", "draft_vocab_size"), lambda n: n >= 0, "at least 0")
         taps = self.target_layer_ids
         if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
             raise ValueError(

@@ -26,8 +26,6 @@ class DrafterRecipe:
 
     def __post_init__(self):
         require(self, ("num_layers", "block_size"), lambda n: n >= 1, "at least 1", "drafter.")
-        if self.head is not None and self.head.rank < 1:
-            raise ValueError(f"drafter.head.rank = {self.head.rank}: must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dspark_jax.decode.propose import Candidates, propose
+from dspark_jax.decode.propose import Candidates, candidate_ids, propose
 from dspark_jax.decode.verify import rule
-from dspark_jax.nn import selector
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 
@@ -113,10 +112,7 @@ def _among(drafter, first, hidden, base, truth, cut: Candidates):
     heads = drafter.heads
     if not cut.count:
         return jnp.isin(truth, heads.tokens(jnp.arange(base.shape[-1])))
-    ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
-    if cut.widen:
-        given = heads.head, first, ids, hidden, base.shape[-1], cut.widen
-        ids, _ = selector.widened(*given, heads.tokens(ids))
+    ids, _ = candidate_ids(heads, first, hidden, base, cut)
     return jnp.any(heads.tokens(ids) == truth[..., None], -1)
 
 

@@ -17,7 +17,7 @@ from dspark_jax.case import Case, narrow
 from dspark_jax.config import Convolution, DrafterConfig, Markov
 from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.nn import selector
-from dspark_jax.nn.drafter import Heads, Lent, first_order, rebuilt
+from dspark_jax.nn.drafter import Heads, Lent, first_order, has_table, rebuilt
 from dspark_jax.sampling import Sampling, draw, law
 from dspark_jax.train.losses import draft_logits
 
@@ -215,10 +215,6 @@ def _always(config: DrafterConfig) -> bool:
     return True
 
 
-def _is_table(config: DrafterConfig) -> bool:
-    return config.head is None or first_order(config)
-
-
 STATEMENTS = (
     Statement(
         "Selector with unit gate == vanilla Markov on the candidates",
@@ -246,7 +242,7 @@ STATEMENTS = (
         "C < V candidate walk == sequential walk on masked logits", _always, candidates_are_a_mask
     ),
     Statement(
-        "scan == associative == loop (greedy and sampled)", _is_table, walks_agree, is_exact=True
+        "scan == associative == loop (greedy and sampled)", has_table, walks_agree, is_exact=True
     ),
     Statement("follow == walk along its own path", _always, following_is_walking),
     Statement("identity convolutions == none", _always, identity_convolutions_are_none),

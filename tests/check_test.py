@@ -116,6 +116,12 @@ def test_it_is_the_mathematics_that_agree(name):
     assert {f.limit for f in findings} == {0.0, 1e-12}
 
 
+def test_nan_anywhere_is_never_within_the_limit():
+    theirs = jnp.ones(3)
+    nan = check.difference((theirs, jnp.full(3, jnp.nan)), (theirs, theirs))
+    assert not check.Finding("", nan, 1e-6).passed
+
+
 def test_a_broken_part_is_found(monkeypatch):
     """A check that cannot fail proves nothing: pairs transposed, an associative walk off by one."""
     sound, walked = selector.pair_scores, propose.walk_table_associative

@@ -9,12 +9,11 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.base import Choose, Draft
 from dspark_jax.nn import selector
-from dspark_jax.nn.drafter import Heads, Lent
-from dspark_jax.nn.markov import MarkovHead
+from dspark_jax.nn.drafter import Heads, Lent, first_order, has_table
 from dspark_jax.walk import Steps, walk, walk_table, walk_table_associative
 
 
@@ -30,8 +29,10 @@ class Candidates:
     def __post_init__(self):
         if self.count < 0 or self.widen < 0:
             raise ValueError(f"candidates = {self.count}, widen = {self.widen}: must be >= 0")
-        if self.widen and not self.count:
-            raise ValueError(f"widen = {self.widen} needs candidates: set candidates too")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not self.count and value != field.default:
+                raise ValueError(f"{field.name} = {value!r} needs candidates: set candidates too")
 
 
 def propose(
@@ -66,23 +67,48 @@ def propose(
         tokens, laws = walk(transition, _named(choose, heads), state, anchors, steps)
         among = None if heads.draft_tokens is None else heads.draft_tokens[...]
         return _draft(tokens, laws, among, vocabulary)
-    ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
-    if cut.widen and not isinstance(heads.head, MarkovHead):
-        raise ValueError(
-            f"widen = {cut.widen} needs a Markov head's transition bias, not {heads.config.head}"
-        )
-    if heads.head is None or isinstance(heads.head, MarkovHead):
-        index, laws, ids = _walk_table(heads, anchors, hidden, base, ids, choose, across[2], cut)
-        among = _position_first(heads.tokens(ids))
+    ids, is_new = candidate_ids(heads, anchors, hidden, base, cut)
+    among = _position_first(heads.tokens(ids))
+    logits = _position_first(jnp.where(is_new, jnp.take_along_axis(base, ids, -1), -jnp.inf))
+    if has_table(heads.config):
+        scores = _position_first(_scores(heads, anchors, hidden, ids))
+        run = walk_table if cut.walk == "scan" else walk_table_associative
+        index, laws = run(choose, logits, scores, across[2])
         tokens = jnp.take_along_axis(among, index[..., None], -1)[..., 0]
         return _draft(tokens, laws, among, vocabulary)
-    logits = _position_first(jnp.take_along_axis(base, ids, -1))
     state, transition = heads.restricted_transition(anchors.shape[0], lent.embedding)
-    among = _position_first(heads.tokens(ids))
     given = across[1], _position_first(ids)
     steps = Steps(logits=logits, hidden=given, keys=across[2], candidates=among)
     tokens, laws = walk(transition, choose, state, anchors, steps)
     return _draft(tokens, laws, among, vocabulary)
+
+
+def candidate_ids(
+    heads: Heads,
+    anchors: Int[Array, "B"],
+    hidden: Float[Array, "B K D"],
+    base: Float[Array, "B K V"],
+    cut: Candidates,
+) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
+    """Places in the base logits that a block may walk over, ascending; False on repetitions.
+
+    Raises:
+      ValueError: the cut asks for what this head has not.
+    """
+    if cut.widen and not first_order(heads.config):
+        raise ValueError(
+            f"widen = {cut.widen} needs a Markov head's transition bias, not {heads.config.head}"
+        )
+    if cut.walk == "associative" and not has_table(heads.config):
+        raise ValueError(
+            f"walk = {cut.walk!r} needs a head that sees the previous token alone, or none, not "
+            f"{heads.config.head}: its steps cannot be composed"
+        )
+    ids = selector.top_candidates(base, min(cut.count, base.shape[-1]), cut.method)
+    if not cut.widen:
+        return ids, jnp.ones_like(ids, bool)
+    given = heads.head, anchors, ids, hidden, base.shape[-1], cut.widen
+    return selector.widened(*given, heads.tokens(ids))
 
 
 def _named(choose: Choose, heads: Heads) -> Choose:
@@ -97,19 +123,10 @@ def _named(choose: Choose, heads: Heads) -> Choose:
     return chosen
 
 
-def _walk_table(heads, anchors, hidden, base, ids, choose, keys, cut: Candidates):
-    """Places among the candidates, their laws, and the candidates, widened if asked for."""
-    is_new = jnp.ones_like(ids, bool)
-    if cut.widen:
-        given = heads.head, anchors, ids, hidden, base.shape[-1], cut.widen
-        ids, is_new = selector.widened(*given, heads.tokens(ids))
-    logits = jnp.where(is_new, jnp.take_along_axis(base, ids, -1), -jnp.inf)
+def _scores(heads, anchors, hidden, ids) -> Float[Array, "B K C C"]:
     if heads.head is None:
-        scores = jnp.zeros((*ids.shape, ids.shape[-1]))
-    else:
-        scores = selector.pair_scores(heads.head, anchors, ids, hidden, heads.tokens(ids))
-    run = walk_table if cut.walk == "scan" else walk_table_associative
-    return *run(choose, _position_first(logits), _position_first(scores), keys), ids
+        return jnp.zeros((*ids.shape, ids.shape[-1]))
+    return selector.pair_scores(heads.head, anchors, ids, hidden, heads.tokens(ids))
 
 
 def _position_first(x: Array) -> Array:

@@ -35,10 +35,17 @@ def close(name: str, ours, theirs, floor: float = 1.0) -> Difference:
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     limit = TOLERANCE * max(floor, float(np.abs(theirs).max(initial=0)))
     if ours.shape != theirs.shape:
-        return Difference(f"{name} {ours.shape}, not {theirs.shape}", np.inf, limit)
+        return _another_shape(name, ours, theirs, limit)
     return Difference(name, float(np.abs(ours - theirs).max(initial=0)), limit)
 
 
 def same(name: str, ours, theirs) -> Difference:
     """Ids: all equal."""
-    return Difference(name, float(np.sum(np.asarray(ours) != np.asarray(theirs))), 0.0)
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    if ours.shape != theirs.shape:
+        return _another_shape(name, ours, theirs, 0.0)
+    return Difference(name, float(np.sum(ours != theirs)), 0.0)
+
+
+def _another_shape(name: str, ours: np.ndarray, theirs: np.ndarray, limit: float) -> Difference:
+    return Difference(f"{name} {ours.shape}, not {theirs.shape}", np.inf, limit)

@@ -49,7 +49,8 @@ class DominoHead(nnx.Module):
     ) -> tuple[DominoState, Float[Array, "N R"]]:
         """Consumes a token; what the vocabulary table is multiplied by for the next one."""
         gru, count = state
-        gru = gru_cell(gru, embedding[prev], self.input_gates[...], self.state_gates[...])
+        new = gru_cell(gru, embedding[prev], self.input_gates[...], self.state_gates[...])
+        gru = new.astype(gru.dtype)  # the embedding may be wider than the head
         out = jax.nn.silu(self.bottleneck(jnp.concatenate([hidden, gru], -1)))
         is_pure = count < self.config.pure_prefix
         return (gru, count + 1), jnp.where(is_pure, 0.0, out)

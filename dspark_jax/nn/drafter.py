@@ -122,6 +122,11 @@ def first_order(config: DrafterConfig) -> bool:
     return isinstance(config.head, Markov)
 
 
+def has_table(config: DrafterConfig) -> bool:
+    """Whether biases of candidate pairs are known before the walk: first-order, or all zero."""
+    return config.head is None or first_order(config)
+
+
 def _build_head(
     config: DrafterConfig, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> MarkovHead | RecurrentHead | DominoHead | None:

@@ -114,4 +114,5 @@ class RecurrentHead(nnx.Module):
         joint = self.joint_proj(jnp.concatenate([state, self.rows(prev), hidden], -1))
         gate, candidate, output = jnp.split(joint, 3, -1)
         gate = jax.nn.sigmoid(gate)
-        return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(output)
+        new = gate * state + (1 - gate) * jnp.tanh(candidate)
+        return new.astype(state.dtype), jnp.tanh(output)  # `hidden` may be wider than the head

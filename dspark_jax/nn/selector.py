@@ -32,6 +32,7 @@ def top_candidates(
     "exact" searches in two stages: only blocks whose best logit is among the `count` best blocks
     can hold one. "approx" is `jax.lax.approx_max_k`, which is fast on TPU and may miss some.
     """
+    logits = jnp.where(logits == 0, 0.0, logits)  # -0.0 too, which top-k puts behind 0.0
     # The final sort also keeps callers' slices away from the search: XLA's CPU compiler turns a
     # top-k whose result is sliced into a full stable sort.
     if method == "approx":
@@ -58,8 +59,14 @@ def _two_stage(logits: Float[Array, "*rows V"], count: int) -> Int[Array, "*rows
 def pair_bias(
     prev_row: Float[Array, "R"], gate: Float[Array, "R"], next_row: Float[Array, "R"]
 ) -> Float[Array, ""]:
-    """<A[a] * g, B[b]>: the one formula of Markov heads and the Selector."""
-    return jnp.sum(prev_row * gate * next_row)
+    """<A[a] * g, B[b]>: the one formula of Markov heads and the Selector.
+
+    Rounded as a head's `query` and projection are: the product in its operands' precision, the sum
+    in fp32 at least.
+    """
+    query = prev_row * gate
+    wide = accumulator(query)
+    return jnp.sum(query.astype(wide) * next_row.astype(wide))
 
 
 _over_next = jax.vmap(pair_bias, in_axes=(None, None, 0))
@@ -81,9 +88,8 @@ def pair_scores(
     """
     prev = predecessors(anchors, candidates if tokens is None else tokens)
     rows = head.rows(prev)
-    rows = rows.astype(accumulator(rows))
     gates = jnp.broadcast_to(head.gate(prev, hidden[..., None, :]), rows.shape)
-    return _over_batch(rows, gates, head.w2[...][candidates].astype(rows.dtype))
+    return _over_batch(rows, gates, head.w2[...][candidates])
 
 
 def predecessors(anchors: Int[Array, "B"], candidates: Int[Array, "B K C"]) -> Int[Array, "B K C"]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dspark_jax.case import cast
 from dspark_jax.config import Domino, Markov, Recurrent
 from dspark_jax.decode.propose import Candidates, propose
 from dspark_jax.decode.verify import rule
@@ -169,10 +170,42 @@ def test_a_pure_prefix_keeps_the_base_logits(lent, block, tiny_drafter):
     assert jnp.abs(both[0][:, 1] - both[1][:, 1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("fields", [{"count": -1}, {"widen": 2}])
-def test_candidates_that_make_no_sense_are_refused(fields):
-    with pytest.raises(ValueError, match="candidates"):
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"count": -1}, "candidates = -1"),
+        ({"widen": 2}, "widen = 2 needs candidates"),
+        ({"walk": "associative"}, "walk = 'associative' needs candidates"),
+        ({"method": "approx"}, "method = 'approx' needs candidates"),
+    ],
+)
+def test_candidates_that_make_no_sense_are_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
         Candidates(**fields)
+
+
+@pytest.mark.parametrize("name", ["rnn", "domino"])
+def test_steps_of_a_recurrent_head_cannot_be_composed(name, lent, block, tiny_drafter):
+    with pytest.raises(ValueError, match="walk = 'associative' needs a head that sees"):
+        drafted(make(name, tiny_drafter), lent, block, None, count=4, walk="associative")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+@pytest.mark.parametrize("name", ["gated", "rnn", "domino"])
+def test_drafter_and_target_have_precisions_of_their_own(
+    name, ours, theirs, lent, block, tiny_drafter
+):
+    """The state stays in the head's; what is chosen from is fp32."""
+    anchors, hidden, base, keys = block
+    heads = cast(make(name, tiny_drafter), ours)
+    lent, hidden = jax.tree.map(lambda x: x.astype(theirs), (lent, hidden))
+    for cut in (Candidates(), Candidates(count=4)):
+        given = lent, anchors, hidden, base, rule(SAMPLED).choose, keys, cut
+        draft = jax.eval_shape(lambda given=given: propose(heads, *given))
+        assert (draft.tokens.dtype, draft.probs.dtype) == (jnp.int32, jnp.float32)
 
 
 @pytest.mark.parametrize("count", [0, 8])

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from dspark_jax.case import cast
 from dspark_jax.config import Markov
 from dspark_jax.nn import selector
+from dspark_jax.nn.layers import project
 from dspark_jax.nn.markov import MarkovHead
 from dspark_jax.sharding import make_mesh
 from dspark_jax.walk import walk_table, walk_table_associative
@@ -44,6 +46,8 @@ def test_two_stage_top_k_equals_a_stable_sort_ties_and_infinities_included(data)
     values = data.draw(st.lists(st.integers(-3, 3), min_size=size, max_size=size))
     logits = np.asarray(values, np.float32)
     logits[data.draw(st.integers(0, size // 2)) :: 7] = -np.inf
+    logits[:: data.draw(st.sampled_from([2, 3]))] *= -1  # also -0.0, which equals 0.0
+    logits[np.isposinf(logits)] = -np.inf
     expected = np.sort(np.argsort(-logits, kind="stable")[:count])
     found = selector.top_candidates(jnp.asarray(logits)[None], count)
     np.testing.assert_array_equal(found[0], expected)
@@ -136,6 +140,20 @@ def test_a_walk_takes_the_path_of_the_written_example():
         index, laws = walk(lambda x, _: (jnp.argmax(x, -1), jax.nn.softmax(x)), *moved, keys)
         assert index[:, 0].tolist() == [1, 1]  # tokens 2 and 3
         np.testing.assert_allclose(laws[0, 0], [0.4256, 0.5744], atol=1e-4)
+
+
+@pytest.mark.parametrize("gate", ["vanilla", "gated", "linear"])
+def test_pairs_are_rounded_as_the_head_rounds(block, gate):
+    """In bf16 too, up to the order of a sum in fp32."""
+    anchors, candidates, hidden = block
+    head, hidden = cast(head_of(gate), jnp.bfloat16), hidden.astype(jnp.bfloat16)
+    scores = selector.pair_scores(head, anchors, candidates, hidden)
+    prev = selector.predecessors(anchors, candidates)
+    rows = jnp.repeat(hidden[:, :, None], COUNT, 2).reshape(-1, WIDTH)
+    bias = project(head.query((), prev.reshape(-1), rows, None)[1], head.w2[...])
+    among = jnp.broadcast_to(candidates[:, :, None], scores.shape)
+    expected = jnp.take_along_axis(bias.reshape(*prev.shape, -1), among, -1)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("gate", ["vanilla", "gated"])

@@ -84,6 +84,14 @@ def edited(fields: dict, path: str, value: object) -> None:
         ("head.gate", "newer", "config.json: head: gate: 'newer' is not"),
         ("head.kind", "Newer", "config.json: head: kind = 'Newer', expected one of Markov"),
         ("head.kind", None, "config.json: head: kind = None"),
+        ("head.rank", 0, "config.json: head: head.rank = 0: must be at least 1"),
+        ("head", {"kind": "Recurrent", "rank": 0}, "head.rank = 0: must be at least 1"),
+        ("head", {"kind": "Domino", "rank": 0}, "head.rank = 0: must be at least 1"),
+        ("head", {"kind": "Domino", "gru_width": 0}, "head.gru_width = 0: must be at least 1"),
+        ("head", {"kind": "Domino", "pure_prefix": -1}, "head.pure_prefix = -1: must be at least"),
+        ("convolution", {"kernel_size": 0}, "convolution.kernel_size = 0: must be at least 1"),
+        ("convolution", {"group_size": 0}, "convolution.group_size = 0: must be at least 1"),
+        ("candidates", -1, "config.json: candidates = -1: must be at least 0"),
     ],
 )
 def test_a_wrong_field_is_named(tiny_drafter, tmp_path, path, value, complaint):
