@@ -21,7 +21,7 @@ from dspark_jax.nn.layers import accumulator, project
 from dspark_jax.nn.markov import MarkovHead
 
 TopK = Literal["exact", "approx"]
-_BLOCK = 128  # vocabulary rows a block of the two-stage search
+_BLOCK = 128  # logits a block of the two-stage search, at most
 
 
 def top_candidates(
@@ -32,28 +32,43 @@ def top_candidates(
     "exact" searches in two stages: only blocks whose best logit is among the `count` best blocks
     can hold one. "approx" is `jax.lax.approx_max_k`, which is fast on TPU and may miss some.
     """
-    logits = jnp.where(logits == 0, 0.0, logits)  # -0.0 too, which top-k puts behind 0.0
     # The final sort also keeps callers' slices away from the search: XLA's CPU compiler turns a
     # top-k whose result is sliced into a full stable sort.
     if method == "approx":
-        ids = jax.lax.approx_max_k(logits, count)[1]
+        ids = jax.lax.approx_max_k(_one_zero(logits), count)[1]
     elif logits.shape[-1] <= count * _BLOCK:
-        ids = jax.lax.top_k(logits, count)[1]
+        ids = jax.lax.top_k(_one_zero(logits), count)[1]
     else:
         ids = _two_stage(logits, count)
     return jnp.sort(ids, -1)
 
 
 def _two_stage(logits: Float[Array, "*rows V"], count: int) -> Int[Array, "*rows C"]:
-    missing = -logits.shape[-1] % _BLOCK
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
-    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
-    blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
-    chosen = jnp.sort(jax.lax.top_k(jnp.max(blocks, -1), count)[1], -1)
+    rows, size = logits.shape[:-1], _block_size(logits)
+    padding = [(0, 0)] * len(rows) + [(0, -logits.shape[-1] % size)]
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*rows, -1, size)
+    chosen = jnp.sort(jax.lax.top_k(_one_zero(jnp.max(blocks, -1)), count)[1], -1)
     inside = jnp.take_along_axis(blocks, chosen[..., None], -2)
-    place = jax.lax.top_k(inside.reshape(*logits.shape[:-1], -1), count)[1]
-    block = jnp.take_along_axis(chosen, place // _BLOCK, -1)
-    return block * _BLOCK + place % _BLOCK
+    place = jax.lax.top_k(_one_zero(inside.reshape(*rows, -1)), count)[1]
+    return jnp.take_along_axis(chosen, place // size, -1) * size + place % size
+
+
+def _one_zero(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """0.0 for -0.0, which a top-k would put behind it."""
+    return jnp.where(logits == 0, 0.0, logits)
+
+
+def _block_size(logits: Float[Array, "*rows V"]) -> int:
+    """None crosses the border of what a device holds: then block maxima travel, logits do not.
+
+    Where a mesh may split the vocabulary, arrays' types say so (axis `tensor`).
+    """
+    vocabulary = logits.shape[-1]
+    slices = jax.typeof(logits).sharding.mesh.shape.get("tensor", 1)
+    if slices == 1 or vocabulary % slices:
+        return _BLOCK
+    here = vocabulary // slices
+    return next(size for size in range(_BLOCK, 0, -1) if here % size == 0)
 
 
 def pair_bias(
