@@ -90,6 +90,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 @pytest.mark.parametrize(("name", "how"), CASES + SLOW)
 def test_every_statement_holds(name, how):
+    """F11 too: along a walk's own path, `follow` sees what the walk saw, for every kind of head."""
     case = make_case(name)
     case = spread(case) if how == "mesh" else case
     transform = (lambda sides: sides) if how == "eager" else jax.jit

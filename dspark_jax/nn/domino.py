@@ -3,7 +3,8 @@
     s_k = GRU(s_{k-1}, E[prev_k]);    bias_k = W_out SiLU(W_bottleneck [h_k ; s_k])
 
 The correction for predicting token j sees all tokens before j, the anchor included; the first
-`pure_prefix` predictions of a block keep the base logits (Domino, arXiv 2605.29707).
+`pure_prefix` predictions of a block keep the base logits (Domino, arXiv 2605.29707). E is the table
+as the target stores it, also beside a backbone whose embeddings are scaled (Gemma).
 """
 
 import jax

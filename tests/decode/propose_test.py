@@ -163,6 +163,16 @@ def test_one_candidate_is_dflashs_chain(heads, lent, block):
     np.testing.assert_array_equal(draft.tokens, jnp.argmax(block[2], -1))
 
 
+def test_as_many_candidates_are_walked_over_as_are_asked_for(lent, block, tiny_drafter):
+    """C37: the bias is all for the third-best base logit, which two candidates have not."""
+    order = np.argsort(-np.asarray(block[2])[0, 0])
+    heads = make("vanilla", tiny_drafter)
+    heads.head.w1.set_value(jnp.ones((VOCABULARY, 4)))
+    heads.head.w2.set_value(jnp.zeros((VOCABULARY, 4)).at[order[2]].set(1e3))
+    two, four = (drafted(heads, lent, block, None, count=n).tokens[0, 0] for n in (2, 4))
+    assert (two, four) == (order[0], order[2])
+
+
 def test_a_pure_prefix_keeps_the_base_logits(lent, block, tiny_drafter):
     """F07: Domino's first predictions are DFlash's, the next one is not."""
     heads = make("domino", tiny_drafter)

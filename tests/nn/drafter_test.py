@@ -110,11 +110,11 @@ def test_confidence_with_markov_needs_a_markov_head(tiny_drafter):
         Drafter(config, rngs=nnx.Rngs(0))
 
 
-def test_base_logits_are_capped_before_the_bias(tiny_drafter, lent, key):
-    config = dataclasses.replace(tiny_drafter.config, logit_softcap=2.0)
+def test_base_logits_are_multiplied_then_capped_before_the_bias(tiny_drafter, lent, key):
+    config = dataclasses.replace(tiny_drafter.config, logit_multiplier=0.1, logit_softcap=2.0)
     heads = Drafter(config, rngs=nnx.Rngs(0)).heads
     hidden = 10 * jax.random.normal(key, (3, 32))
-    expected = 2 * jnp.tanh(hidden @ lent.head.T / 2)
+    expected = 2 * jnp.tanh(0.1 * hidden @ lent.head.T / 2)
     chex.assert_trees_all_close(heads.base_logits(lent, hidden), expected, atol=1e-5)
 
 
