@@ -64,15 +64,18 @@ def test_a_changed_weight_is_noticed(name, tensor, noticed, tmp_path):
     assert noticed in failed
 
 
+DRAFTERS = [path.name for path in FOLDERS if not path.name.startswith("target_")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["dspark_qwen3_gated", "dspark_qwen3_rnn", "dflash2_qwen3", "domino_head_shift"]
-)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_tensor_counts(name, tmp_path):
     """C39: none is loaded and then not applied."""
     tensors = load_file(GOLDENS / name / "model.safetensors")
     draws, unnoticed = np.random.default_rng(0), []
     for changed, tensor in tensors.items():
+        if tensor.dtype.kind != "f":  # ids of a reduced vocabulary
+            continue
         folder = shutil.copytree(GOLDENS / name, tmp_path / changed)
         noise = draws.standard_normal(tensor.shape).astype(tensor.dtype)
         moved = tensor + 0.1 * (np.abs(tensor).mean() or 1) * noise

@@ -102,6 +102,8 @@ LAYOUTS = [
     (True, Markov(rank=97, gate="linear")),
     (False, Recurrent(rank=8)),
     (False, Domino(rank=8, gru_width=8, pure_prefix=1)),
+    (True, Recurrent(rank=8)),
+    (True, Domino(rank=8, gru_width=8, pure_prefix=0)),
 ]
 
 
@@ -116,6 +118,22 @@ def test_every_layout_and_head_is_lossless(greedy, drafted, size, predict_from_a
     """C10."""
     engine = drafted(block_size=size, predict_from_anchor=predict_from_anchor, head=head)
     assert_untouched(engine.generate(ask(RAGGED)), [greedy(prompt, NEW) for prompt in RAGGED])
+
+
+@pytest.mark.slow
+def test_sixty_four_new_tokens_are_the_targets_own(shallow_target, build_drafter):
+    """C10: as plain decoding gives them, which needs twice the tiny target's context."""
+    config = dataclasses.replace(shallow_target.config, max_length=128)
+    longer = nnx.merge(
+        nnx.graphdef(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0)))),
+        nnx.state(shallow_target),
+    )
+    requests = ask(RAGGED, 64)
+    plain = engine(longer, None, **SHAPES).generate(requests)
+    assert [len(generation.tokens) for generation in plain] == [64] * len(RAGGED)
+    generations = engine(longer, build_drafter(block_size=4), **SHAPES).generate(requests)
+    assert_untouched(generations, [generation.tokens for generation in plain])
+    assert all(0 < g.survived[0] < g.rounds for g in generations)
 
 
 def test_windows_and_causal_blocks_of_a_drafter_are_lossless(greedy, shallow_target, build_drafter):
@@ -156,9 +174,17 @@ def test_fewer_drafts_than_the_block_holds(greedy, drafted, shallow_target, buil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("walk", ["scan", "associative"])
-def test_a_vocabulary_cut_to_candidates_is_lossless(greedy, drafted, walk):
-    engine = drafted(block_size=4)
+@pytest.mark.parametrize(
+    ("walk", "head"),
+    [
+        ("scan", Markov(rank=97)),
+        ("associative", Markov(rank=97)),
+        ("scan", Domino(rank=8, gru_width=8)),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_cut_to_candidates_is_lossless(greedy, drafted, walk, head):
+    engine = drafted(block_size=4, head=head)
     cut = dataclasses.replace(engine.proposer, candidates=Candidates(count=8, walk=walk))
     generations = dataclasses.replace(engine, proposer=cut).generate(ask(RAGGED))
     assert_untouched(generations, [greedy(prompt, NEW) for prompt in RAGGED])
@@ -224,8 +250,19 @@ def test_a_prompt_may_end_anywhere_in_a_prefill_chunk(shallow_target, scripted):
         assert generation.tokens == tuple(stream[len(prompt) :][:8].tolist())
 
 
-def test_a_drafter_corrupted_between_rounds_changes_nothing(greedy, drafted):
-    engine = drafted(block_size=4)
+OTHERS = [
+    None,
+    Markov(rank=97, gate="gated"),
+    Markov(rank=97, gate="linear"),
+    Recurrent(rank=8),
+    Domino(rank=8, gru_width=8),
+]
+
+
+@pytest.mark.parametrize("change", [{}, *(slowly({"head": head}) for head in OTHERS)], ids=str)
+def test_a_drafter_corrupted_between_rounds_changes_nothing(greedy, drafted, change):
+    """C11."""
+    engine = drafted(block_size=4, **change)
     length, models = len(RAGGED[-1]), engine.models
     requests, progress = doubles.begin(engine, doubles.padded(RAGGED[-1]), [length], NEW)
     for _ in range(NEW):

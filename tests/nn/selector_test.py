@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +141,26 @@ def test_a_walk_takes_the_path_of_the_written_example():
         index, laws = walk(lambda x, _: (jnp.argmax(x, -1), jax.nn.softmax(x)), *moved, keys)
         assert index[:, 0].tolist() == [1, 1]  # tokens 2 and 3
         np.testing.assert_allclose(laws[0, 0], [0.4256, 0.5744], atol=1e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_any_selector_is_a_linear_gated_head_and_back(data):
+    """The same arrays again, and exactly the formula's scores: entries are integers."""
+    vocabulary, rank, width = data.draw(st.sampled_from([(4, 1, 1), (9, 3, 2), (30, 8, 5)]))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    shapes = (vocabulary, rank), (vocabulary, rank), (rank, width), (2, 3, width)
+    a, b, projection, hidden = (random.integers(-9, 10, s).astype(np.float32) for s in shapes)
+    theirs = selector.Selector(
+        predecessor=jnp.asarray(a), successor=jnp.asarray(b), projection=jnp.asarray(projection)
+    )
+    head = selector.selector_to_markov(theirs)
+    chex.assert_trees_all_equal(selector.markov_to_selector(head), theirs)
+    anchors, ids = random.integers(vocabulary, size=2), random.integers(vocabulary, size=(2, 3, 4))
+    prev = np.concatenate([np.repeat(anchors[:, None, None], 4, -1), ids[:, :-1]], 1)
+    expected = np.einsum("bkpr,bkd,rd,bknr->bkpn", a[prev], hidden, projection, b[ids])
+    given = (jnp.asarray(x) for x in (anchors, ids, hidden))
+    np.testing.assert_array_equal(selector.pair_scores(head, *given), expected)
 
 
 @pytest.mark.parametrize("gate", ["vanilla", "gated", "linear"])
