@@ -59,9 +59,9 @@ def _one_zero(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _block_size(logits: Float[Array, "*rows V"]) -> int:
-    """None crosses the border of what a device holds: then block maxima travel, logits do not.
+    """Logits a block, none across the border of two devices: block maxima travel, logits do not.
 
-    Where a mesh may split the vocabulary, arrays' types say so (axis `tensor`).
+    The mesh whose axis `tensor` may split them is part of their type.
     """
     vocabulary = logits.shape[-1]
     slices = jax.typeof(logits).sharding.mesh.shape.get("tensor", 1)
