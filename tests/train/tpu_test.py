@@ -3,8 +3,6 @@
 Needs the `tpu` extra, and minutes: pytest -n 0 -m tpu tests/train/tpu_test.py -s
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,23 +67,27 @@ def test_a_qwen3_4b_step_fits_the_chips_of_a_pod_slice(mesh, optimised, capsys, 
             step=jnp.zeros((), jnp.int32), params=params, optimizer=chain.init(params), key=key
         )
 
-    def rows(dtype, *width):
-        where = NamedSharding(mesh, P(sharding.ROWS))
-        full = (config.batch_size, config.max_length, *width)
-        return jax.ShapeDtypeStruct(full, dtype, sharding=where)
+    def rows():
+        def zeros(dtype, *width):
+            return jnp.zeros((config.batch_size, config.max_length, *width), dtype)
+
+        width = drafter.geometry.width
+        return Batch(
+            tokens=zeros(jnp.int32),
+            loss_mask=zeros(jnp.bool_),
+            segments=zeros(jnp.int32),
+            features=zeros(dtype, drafter.feature_width) if has_features else None,
+            hidden=zeros(dtype, width) if has_features else None,
+        )
 
     def step(state, params, batch):
         model = nnx.merge(target_graphdef, params)
         return train_step(chain, graphdef, config, state, model, batch, None, mesh)
 
     state = placed(jax.eval_shape(start, jax.random.key(0)), mesh)
-    features = functools.partial(rows, dtype)
-    batch = Batch(
-        tokens=rows(jnp.int32),
-        loss_mask=rows(jnp.bool_),
-        segments=rows(jnp.int32),
-        features=features(drafter.feature_width) if has_features else None,
-        hidden=features(drafter.geometry.width) if has_features else None,
+    where = NamedSharding(mesh, P(sharding.ROWS))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), jax.eval_shape(rows)
     )
     kept = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, P())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=kept)
