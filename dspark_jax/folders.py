@@ -20,14 +20,19 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 def lock(folder: Path) -> int:
     """A handle that is held until it is closed, or the process ends.
 
+    It keeps out the processes of this host; on some network disks also those of others.
+
     Raises:
       ValueError: another one is held.
+      OSError: the disk has no locks.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(handle)
+        if not isinstance(error, BlockingIOError):
+            raise
         raise ValueError(
             f"{folder}: another process works in it; wait for its end, or name another folder"
         ) from None

@@ -81,7 +81,9 @@ def place(params: Any, mesh: Mesh) -> Any:
 
 
 def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that this process holds whole, where it belongs."""
+    """An array that this process holds whole, or that is there already, where it belongs."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     whole = np.asarray(leaf)

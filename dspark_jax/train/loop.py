@@ -79,13 +79,13 @@ def _run(
     report: Report,
 ) -> Drafter:
     _pin_together(workdir, config, drafter_config, corpus)
-    target = place.module(target)
-    graphdef, state, chain = start(config, target, drafter_config, place)
+    target, checkpoints = place.module(target), Checkpoints(workdir / "checkpoints", config.keep)
+    is_new = checkpoints.latest is None
+    graphdef, state, chain = start(config, target, drafter_config, place, is_new)
     corpus, held = holdout.split(corpus, config.holdout, config.seed, config.batch_size)
     attach, samples = _attach(config, target, corpus, drafter_config), corpus.conversations
     batches = _batches(config, samples, attach, place)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
-    if checkpoints.latest is not None:
+    if not is_new:
         state, position = checkpoints.restore(state)
         batches.set_state(position)
         log.info("resumed at step %d", int(state.step))
@@ -95,10 +95,9 @@ def _run(
     def step(state, batch):
         return jitted(state, batch, *given)
 
-    try:
-        state = _steps(config, step, watch, state, batches, place, checkpoints, report)
-    finally:
-        checkpoints.close()
+    # A signal kills no save: requests are heard until the last one is complete.
+    with StopRequests() as stop, contextlib.closing(checkpoints):
+        state = _steps(config, step, watch, state, batches, place, checkpoints, stop.now, report)
     return nnx.merge(graphdef, place.whole(state.params))
 
 
@@ -186,11 +185,14 @@ def start(
     target: Target,
     drafter_config: DrafterConfig,
     place: Placement = ONE_DEVICE,
+    is_new: bool = True,
 ) -> tuple[nnx.GraphDef, TrainState, optax.GradientTransformation]:
-    """Initial state; only the drafter's parameters are in the optimizer."""
-    chain = optimizer.build(config.optimizer, config.steps)
+    """Initial state; only the drafter's parameters are in the optimizer.
 
-    begin = config.drafter.start
+    If the run is not new a checkpoint takes its place, and no drafter is read to start from.
+    """
+    chain = optimizer.build(config.optimizer, config.steps)
+    begin = config.drafter.start if is_new else "random"
     before = None
     if begin not in ("random", "target_last"):
         before = initial.continued(drafter_config, Path(begin))
@@ -219,11 +221,11 @@ def _steps(
     batches: grain.DatasetIterator[Batch],
     place: Placement,
     checkpoints: Checkpoints,
+    stop_requested: Callable[[], bool],
     report: Report,
 ) -> TrainState:
     window, begun, first = [], time.monotonic(), int(state.step) + 1
-    records = Records(Path(config.workdir), first - 1, config.tensorboard, is_first())
-    with StopRequests() as stop, records:
+    with Records(Path(config.workdir), first - 1, config.tensorboard, is_first()) as records:
         for number in range(first, config.steps + 1):
             batch, is_due = next(batches), functools.partial(_is_due, number, config.steps)
             on_device = place.rows(batch)
@@ -239,11 +241,11 @@ def _steps(
             if config.evaluate_every and is_due(config.evaluate_every):
                 jax.block_until_ready(state)
                 paused = time.monotonic()
-                for line in _held_out(watch, number, state, stop.now):
+                for line in _held_out(watch, number, state, stop_requested):
                     records.write(line)
                     report(line)
                 begun += time.monotonic() - paused
-            is_stopping = stop.now()
+            is_stopping = stop_requested()
             if is_stopping or is_due(config.save_every):
                 _refuse_nonfinite(number, window)
                 checkpoints.save(number, state, batches.get_state())

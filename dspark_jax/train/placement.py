@@ -98,8 +98,11 @@ class Placement:
         return jax.tree.map(lambda rows: sharding.put(rows, self._rows), batch)
 
     def whole(self, tree: Any) -> Any:
-        """Every array whole on every device."""
-        return self.jit(lambda tree: tree)(tree)
+        """Every array whole, and of this process alone, which may go on without the others."""
+        everywhere = self.jit(lambda tree: tree)(tree)
+        if self.mesh is None:
+            return everywhere
+        return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
 
     @property
     def _rows(self) -> NamedSharding:

@@ -1,6 +1,5 @@
 """A run that has ended, opened again: its config, its drafter as training left it."""
 
-import dataclasses
 from pathlib import Path
 
 from flax import nnx
@@ -37,9 +36,7 @@ def drafter(workdir: Path, target: Target) -> Drafter:
       ValueError: there is no checkpoint, or the run is going on.
     """
     config, drafter_config = configs(workdir)
-    recipe = dataclasses.replace(config.drafter, start="random")  # only shapes are wanted
-    config = dataclasses.replace(config, drafter=recipe)
-    graphdef, like, _ = loop.start(config, target, drafter_config)
+    graphdef, like, _ = loop.start(config, target, drafter_config, is_new=False)
     with locked(workdir):  # to open checkpoints clears away a save in progress
         checkpoints = Checkpoints(workdir / "checkpoints", config.keep)
         try:

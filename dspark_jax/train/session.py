@@ -102,7 +102,7 @@ def resolve(
 ) -> DrafterConfig:
     """The drafter's full config; taps are measured if the recipe asks for it and no run has."""
     scales = ()
-    if config.drafter.scale_features and before is not None:
+    if before is not None:
         scales = tuple(before["drafter"]["feature_scales"])
     elif config.drafter.start not in ("random", "target_last"):
         scales = load_drafter(config.drafter.start).config.feature_scales

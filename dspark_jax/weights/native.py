@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from safetensors.flax import save_file
 
 from dspark_jax.config import DrafterConfig, as_dict
+from dspark_jax.folders import replace
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.weights.tensors import (
     CheckpointError,
@@ -32,13 +33,14 @@ FORMAT = "dspark_jax"
 
 
 def save(folder: Path, drafter: Drafter, dtype: DTypeLike, card: str) -> None:
-    """Writes a drafter; the folder is made if need be."""
+    """Writes a drafter; the folder is made if need be, and a kill leaves no file half written."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {path: typed(value, dtype) for path, value in paths(drafter).items()}
-    save_file(jax.device_get(tensors), folder / "model.safetensors")
-    config = {"format": FORMAT, **as_dict(drafter.config)}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    tensors = jax.device_get({p: typed(value, dtype) for p, value in paths(drafter).items()})
+    config = json.dumps({"format": FORMAT, **as_dict(drafter.config)}, indent=1) + "\n"
+    replace(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    replace(folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+    # The last: a new folder with it is a whole drafter.
+    replace(folder / "config.json", lambda path: path.write_text(config, encoding="utf-8"))
 
 
 def load(folder: Path, dtype: DTypeLike = jnp.float32) -> Drafter:

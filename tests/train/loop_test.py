@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from dspark_jax.checkpoint import Checkpoints
 from dspark_jax.config import Confidence, Markov
 from dspark_jax.config_training import DrafterRecipe, Losses, Optimizer, TrainConfig
 from dspark_jax.decode.engine import Request, engine
-from dspark_jax.train import initial, loop
+from dspark_jax.train import initial, loop, step
 from dspark_jax.train.data import Conversation, Corpus
 from dspark_jax.train.losses import Tally
+from dspark_jax.weights import native
 
 RECIPE = DrafterRecipe(
     num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
@@ -53,7 +55,17 @@ def run(config, target, corpus, report=lambda line: None):
 
 def stop_at(step: int):
     """A preemption in the middle of a step."""
-    return lambda line: os.kill(os.getpid(), signal.SIGTERM) if line["step"] == step else None
+    return lambda line: terminate() if line["step"] == step else None
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def impatiently_closed(checkpoints: Checkpoints, close=Checkpoints.close) -> None:
+    """A second signal while the last save goes on."""
+    terminate()
+    close(checkpoints)
 
 
 @pytest.fixture(scope="module", params=["cached", pytest.param("online", marks=pytest.mark.slow)])
@@ -71,8 +83,10 @@ def runs(request, micro_target, corpus, tmp_path_factory):
     whole, parts = (make_config(folder / n, **made) for n in ("whole", "parts"))
     drafters = [run(whole, target, corpus)]
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stopped:
-        run(parts, target, corpus, stop_at(5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "close", impatiently_closed)
+        with pytest.raises(SystemExit) as stopped:
+            run(parts, target, corpus, stop_at(5))
     assert stopped.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
     stopped_state = final_state(parts, target)
@@ -128,7 +142,7 @@ def test_steps_behind_the_last_line_are_logged_too(micro_target, corpus, tmp_pat
 
     def interrupted(self, step, *given):
         saved(self, step, *given)
-        os.kill(os.getpid(), signal.SIGTERM)
+        terminate()
 
     monkeypatch.setattr(Checkpoints, "save", interrupted)
     config = make_config(tmp_path, log_every=3)
@@ -137,6 +151,38 @@ def test_steps_behind_the_last_line_are_logged_too(micro_target, corpus, tmp_pat
     monkeypatch.undo()
     run(config, micro_target, corpus)
     assert [line["step"] for line in metrics(config)] == [3, 5, 6, 9, 10]
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_step_compiles_stops_the_run_behind_it(
+    micro_target, corpus, tmp_path, monkeypatch
+):
+    """T19."""
+
+    def traced(*given):
+        terminate()
+        return step.train_step(*given)
+
+    monkeypatch.setattr(loop, "train_step", traced)
+    config = make_config(tmp_path)
+    with pytest.raises(SystemExit):
+        run(config, micro_target, corpus)
+    assert [line["step"] for line in metrics(config)] == [1]
+    assert int(final_state(config, micro_target)["step"]) == 1
+
+
+@pytest.mark.slow
+def test_what_a_run_started_from_is_not_needed_to_continue(micro_target, corpus, tmp_path):
+    plain = make_config(tmp_path)
+    graphdef, state, _ = loop.start(plain, micro_target, drafter_of(plain, micro_target))
+    native.save(tmp_path / "before", nnx.merge(graphdef, state.params), "float32", "")
+    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "before"))
+    config = make_config(tmp_path / "run", drafter=recipe)
+    with pytest.raises(SystemExit):
+        run(config, micro_target, corpus, stop_at(2))
+    shutil.rmtree(tmp_path / "before")
+    run(config, micro_target, corpus)
+    assert [line["step"] for line in metrics(config)] == list(range(1, 11))
 
 
 def test_a_cache_over_its_limit_stops_the_run_before_the_first_step(micro_target, corpus, tmp_path):

@@ -5,8 +5,6 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from dspark_jax import processes
 
 
@@ -15,14 +13,14 @@ def main(how: str, workdir: str, stop_after: str, steps: str = "6") -> None:
     if how:
         processes.meet(how)
     import jax
-    from flax import nnx
 
-    from dspark_jax.train import initial, loop
+    from dspark_jax.train import initial, loop, placement
+    from dspark_jax.weights import native
     from tests.train import mesh_test
 
     jax.config.update("jax_disable_most_optimizations", True)
     target, corpus = mesh_test.make_target(), mesh_test.make_corpus()
-    mesh = mesh_test.MESHES[0] if how else None
+    mesh = "fsdp=4,tensor=2" if how else None  # parameters span the processes
     config = mesh_test.make_config(workdir, mesh, steps=int(steps))
     shape = initial.drafter_config(config.drafter, target.config)
 
@@ -30,10 +28,10 @@ def main(how: str, workdir: str, stop_after: str, steps: str = "6") -> None:
         if line["step"] == int(stop_after) and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    target = placement.of(config).module(target)  # as a session places it
     drafter = loop.run(config, target, corpus, shape, stop)
     if processes.is_first():
-        parameters = [np.asarray(x) for x in jax.tree.leaves(nnx.state(drafter))]
-        np.savez(Path(workdir) / "parameters.npz", *parameters)
+        native.save(Path(workdir) / "drafter", drafter, "float32", "# A card\n")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import chex
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from dspark_jax import processes
 from dspark_jax.train import initial, loop
+from dspark_jax.weights import native
 
 from . import mesh_test
 
@@ -71,17 +71,15 @@ def test_two_processes_train_as_one_stop_together_and_continue(tmp_path, is_stop
     folder = tmp_path / "two"
     if is_stopped:
         assert run_two(folder, 3) == [143, 143]
-        assert not (folder / "parameters.npz").exists()
+        assert not (folder / "drafter").exists()
     assert run_two(folder, 0) == [0, 0]
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for name in ("step", "loss", "gradient_norm"):
         found, expected = ([line[name] for line in of] for of in (logged, lines))
         np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-5)
         np.testing.assert_allclose(found, expected, rtol=1e-4)  # roundings add up step by step
-    parameters = list(np.load(folder / "parameters.npz").values())
-    chex.assert_trees_all_close(
-        parameters, [np.asarray(x) for x in jax.tree.leaves(nnx.state(drafter))], atol=1e-5
-    )
+    saved = native.load(folder / "drafter")
+    chex.assert_trees_all_close(nnx.state(saved), nnx.state(drafter), atol=1e-5)
 
 
 STOPPED = """
