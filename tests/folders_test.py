@@ -1,7 +1,10 @@
 """Whole files or none; one process a folder."""
 
+import errno
+
 import pytest
 
+from dspark_jax import folders
 from dspark_jax.folders import lock, locked, replace
 
 
@@ -25,3 +28,12 @@ def test_a_folder_is_one_process_own_until_it_ends(tmp_path):
         lock(tmp_path)
     with locked(tmp_path):
         pass
+
+
+def test_a_disk_without_locks_says_so(tmp_path, monkeypatch):
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="No locks available"):
+        lock(tmp_path)

@@ -20,6 +20,7 @@ from dspark_jax.decode.answer import Message, Prompt, opening
 from dspark_jax.prepare.sample import REFUSED, TOO_LONG, Recipe, Talk
 
 log = logging.getLogger(__name__)
+_PLAIN: Message = {"role": "user", "content": "Hello"}  # what any server answers
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before asking again; each wait doubles
 
 
@@ -53,8 +54,8 @@ class EndpointError(RuntimeError):
     """The server refuses, or is out of reach for longer than the retries last."""
 
 
-class Refusal(RuntimeError):
-    """A server that answers others refuses one request: it is too long, or not allowed."""
+class Refusal(EndpointError):
+    """The server refuses one request (400, 422): it is too long, not allowed, or of no sense."""
 
 
 def model_name(server: Server) -> str:
@@ -77,11 +78,14 @@ class Asker:
 
     Args:
       server: whom.
+
+    Attributes:
+      has_answered: whether it has sent any completion.
     """
 
     def __init__(self, server: Server):
         key = os.environ.get("OPENAI_API_KEY")
-        self._server, self._stop, self._has_answered = server, threading.Event(), False
+        self._server, self._stop, self.has_answered = server, threading.Event(), False
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=server.timeout,
@@ -104,7 +108,7 @@ class Asker:
 
         Raises:
           EndpointError: it refuses the request (4xx), or fails more often than the retries.
-          Refusal: it refuses this request (400, 422), and has answered others.
+          Refusal: it refuses it by 400 or 422, which may be the request's own fault.
         """
         url, problem = self._server.base + path, ""
         for attempt in range(self._server.retries + 1):
@@ -115,13 +119,12 @@ class Asker:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code == 200:
-                    self._has_answered |= method == "POST"
+                    self.has_answered |= method == "POST"
                     return _json(url, response)
                 problem = f"{response.status_code}: {response.text[:300]}"
-                if response.status_code in (400, 422) and self._has_answered:
-                    raise Refusal(f"{url} refuses: {problem}")
                 if response.status_code not in (408, 429) and response.status_code < 500:
-                    raise EndpointError(f"{url} refuses: {problem}; mend the request or the server")
+                    kind = Refusal if response.status_code in (400, 422) else EndpointError
+                    raise kind(f"{url} refuses: {problem}; mend the request or the server")
                 asked = response.headers.get("Retry-After", "")
                 pause = max(pause, min(float(asked), 300)) if asked.isdigit() else pause
             if attempt < self._server.retries and self._stop.wait(pause):
@@ -167,6 +170,8 @@ class Talker:
             try:
                 reply, reason = self._reply(name, said, room)
             except Refusal as refusal:
+                if not self.asker.has_answered:
+                    self._reply(name, [_PLAIN], 1)  # refused too, no row is at fault: it is raised
                 log.warning("row %d is left out: %s", name, refusal)
                 return talk or "refused by the server"
             if reason not in ("stop", "length"):

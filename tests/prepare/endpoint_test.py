@@ -33,6 +33,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append((body, self.headers.get("Authorization")))
             status = self.server.trouble.pop(0) if self.server.trouble else 200
+            if self.server.refused(body["messages"][-1]["content"]):
+                status = 400
             self.server.busy += 1
             self.server.busiest = max(self.server.busiest, self.server.busy)
         threading.Event().wait(self.server.delay)
@@ -68,7 +70,7 @@ def http(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.lock, server.asked, server.trouble = threading.Lock(), [], []
     server.busy, server.busiest, server.delay = 0, 0, 0.0
-    server.models, server.reply = ["tiny"], completion
+    server.models, server.reply, server.refused = ["tiny"], completion, lambda text: False
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
     thread.start()
     yield server
@@ -135,14 +137,31 @@ def test_a_refusal_is_not_asked_again_and_what_was_answered_is_kept(run, http, t
     assert shards.fingerprint == run(folder="never stopped").fingerprint
 
 
-def test_a_row_the_server_refuses_is_left_out_and_counted(run, http):
-    """Unless it has refused everything: then the requests are at fault, not the row."""
-    http.trouble = [200, 400]
-    shards = run([{"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["c"]}], concurrency=1)
+@pytest.mark.parametrize("refused", ["a", "b"])
+def test_a_row_the_server_refuses_is_left_out_and_counted(run, http, refused):
+    """The first one too, before any answer has come."""
+    http.refused = refused.__eq__
+    shards = run([{"turns": [text]} for text in "abc"])
     assert len(shards) == 2 and shards.manifest.dropped == {"refused by the server": 1}
-    http.trouble = [400]
+
+
+def test_a_row_the_server_refuses_does_not_keep_a_preparation_from_its_end(run, http):
+    """Though it is the only one left."""
+    rows = [{"turns": ["a"]}, {"turns": ["b"]}]
+    http.trouble = [200, 403]
+    with pytest.raises(EndpointError, match="refuses: 403"):
+        run(rows, concurrency=1)
+    http.refused = "b".__eq__
+    shards = run(rows)
+    assert len(shards) == 1 and shards.manifest.dropped == {"refused by the server": 1}
+
+
+def test_where_the_server_refuses_every_request_no_row_is_at_fault(run, http):
+    http.refused = lambda text: True
     with pytest.raises(EndpointError, match="refuses: 400"):
-        run(folder="other", concurrency=1)
+        run()
+    http.refused = lambda text: False
+    assert len(run()) == 6
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

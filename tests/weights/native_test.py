@@ -35,6 +35,19 @@ def test_saved_in_fp32_it_loads_the_same_bits(tiny_drafter, tmp_path, changes):
     assert (tmp_path / "README.md").read_text() == "a card"
 
 
+def test_a_kill_while_saving_leaves_the_drafter_that_was_there(tiny_drafter, tmp_path, monkeypatch):
+    native.save(tmp_path, tiny_drafter, jnp.float32, "")
+
+    def killed(tensors, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        native.save(tmp_path, tiny_drafter, jnp.bfloat16, "")
+    chex.assert_trees_all_equal(nnx.state(native.load(tmp_path)), nnx.state(tiny_drafter))
+
+
 def test_saved_in_bf16_it_loads_to_rounding(tiny_drafter, tmp_path):
     native.save(tmp_path, tiny_drafter, jnp.bfloat16, "")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(tiny_drafter))
