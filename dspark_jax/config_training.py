@@ -75,8 +75,8 @@ class Optimizer:
     def __post_init__(self):
         scales = ("learning_rate", "clip_norm", "eps")
         require(self, scales, lambda x: x > 0, "above 0", "optimizer.")
-        shares = ("warmup", "beta1", "beta2")
-        require(self, shares, lambda x: 0 <= x <= 1, "in 0..1", "optimizer.")
+        require(self, ("warmup",), lambda x: 0 <= x <= 1, "in 0..1", "optimizer.")
+        require(self, ("beta1", "beta2"), lambda x: 0 <= x < 1, "at least 0, below 1", "optimizer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TrainConfig:
     steps: int = 1000  # optimizer steps
     batch_size: int = 8  # rows a step; a row is one conversation, or several packed
     num_anchors: int = 512  # A, blocks a row
-    anchor_chunk: int = 64  # blocks whose logits exist at once
+    anchor_chunk: int = 64  # blocks of a device whose logits exist at once
     frequent_tokens: int = 0  # sampled softmax: tokens always in the loss; 0 = the whole vocabulary
     drawn_tokens: int = 0  # sampled softmax: other tokens drawn each step
     max_length: int = 4096  # tokens a conversation, cut on the right

@@ -105,9 +105,14 @@ def place_rows(batch: Any, rows: int, mesh: Mesh) -> Any:
     return jax.tree.map(one, batch)
 
 
+def row_parts(mesh: Mesh | None) -> int:
+    """How many parts the rows of a batch are split into."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS)
+
+
 def check_rows(rows: int, mesh: Mesh) -> None:
     """Raises a ValueError if the mesh cannot split that many rows evenly."""
-    parts = math.prod(mesh.shape[axis] for axis in ROWS)
+    parts = row_parts(mesh)
     if rows % parts:
         raise ValueError(
             f"batch_size = {rows} must be a multiple of the mesh's data * fsdp = {parts}"

@@ -8,6 +8,7 @@ in fp32, bounded by `max_cache_bytes`.
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dspark_jax.folders import locked, replace
 from dspark_jax.nn.target import Target
 from dspark_jax.train.data import Corpus, collate, lengths
 from dspark_jax.train.workdir import digest
@@ -56,33 +58,50 @@ def build(
     """Runs the target over every conversation, continuing where an earlier call stopped.
 
     Raises:
-      ValueError: the cache would be larger than `max_bytes`, and nothing is written then; or the
-        folder holds those of another corpus, of other taps or of another target.
+      ValueError: the cache would be larger than `max_bytes`, and nothing is written then; there
+        is no room on the disk; the folder holds features of another corpus, of other taps or of
+        another target; or another process fills it.
     """
-    ends = np.cumsum(lengths(corpus.conversations), dtype=np.int64)
+    sizes = lengths(corpus.conversations)
+    ends = np.cumsum(sizes, dtype=np.int64)
     starts, total = np.concatenate([[0], ends[:-1]]), int(ends[-1])
     width, dtype = target.config.geometry.width, np.dtype(target.embed_tokens[...].dtype)
     widths = {"features": width * len(target_layer_ids), "hidden": width}
-    size = total * sum(widths.values()) * dtype.itemsize
+    of_token = sum(widths.values()) * dtype.itemsize
+    size = total * of_token
     if size > max_bytes:
         raise ValueError(
             f"max_cache_bytes = {max_bytes}: {total} tokens need {size} bytes; "
             "raise it, or set it to 0 to run the target inside the step"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        name: _open(folder / f"{name}.npy", (total, columns), dtype)
-        for name, columns in widths.items()
-    }
-    cache = Cache(starts=starts, **arrays)
-    about = {
-        "corpus": digest(corpus),
-        "taps": list(target_layer_ids),
-        "target": _fingerprint(target),
-    }
-    progress = _Progress(folder / "progress.json", about)
-    _run(target, corpus, target_layer_ids, cache, progress, batch_size)
+    with locked(folder):
+        about = {
+            "corpus": digest(corpus),
+            "taps": list(target_layer_ids),
+            "target": _fingerprint(target),
+        }
+        progress = _Progress(folder / "progress.json", about)
+        if not all((folder / f"{name}.npy").exists() for name in widths):
+            progress.done = 0
+        _check_disk(folder, int(np.sort(sizes)[progress.done :].sum()) * of_token)
+        arrays = {
+            name: _open(folder / f"{name}.npy", (total, columns), dtype)
+            for name, columns in widths.items()
+        }
+        cache = Cache(starts=starts, **arrays)
+        _run(target, corpus, target_layer_ids, cache, progress, batch_size)
     return cache
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    """Mapped files have no blocks before they are written: a full disk would kill the process."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"{folder}: the target's features need {needed} more bytes, its disk has {free} free; "
+            "set cache to a folder of another disk, or max_cache_bytes to 0"
+        )
 
 
 def _fingerprint(target: Target) -> str:
@@ -99,7 +118,7 @@ class _Progress:
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self._path, self._about = path, about
-        kept = json.loads(path.read_text()) if path.exists() else {"done": 0}
+        kept = _read(path) if path.exists() else {"done": 0}
         other = [name for name in about if name in kept and kept[name] != about[name]]
         if other:
             raise ValueError(
@@ -111,16 +130,26 @@ class _Progress:
     def record(self, done: int, cache: Cache) -> None:
         cache.features.flush()
         cache.hidden.flush()
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"done": done, **self._about}))
-        temporary.replace(self._path)
+        text = json.dumps({"done": done, **self._about})
+        replace(self._path, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `_Progress` wrote."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict) or type(kept.get("done")) is not int:
+        raise ValueError(f"{path}: says not how much is done: delete the folder, it is filled anew")
+    return kept
 
 
 def _open(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
     """A memory-mapped array; bf16, which NumPy's format does not know, is stored as its bits."""
     stored = dtype if dtype.kind == "f" else np.dtype(f"u{dtype.itemsize}")
     if not path.exists():
-        return np.lib.format.open_memmap(path, "w+", stored, shape).view(dtype)
+        replace(path, lambda new: np.lib.format.open_memmap(new, "w+", stored, shape))
     kept = np.load(path, mmap_mode="r+")
     if kept.shape != shape or kept.dtype != stored:
         raise ValueError(

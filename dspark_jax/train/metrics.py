@@ -69,8 +69,11 @@ def measure(
     tokens: Int[Array, "B T"],
     chunk: int,
     oracle: int,
+    devices: int = 1,
 ) -> dict[str, Prefixes]:
-    """Prefixes of a batch's blocks by how they are drafted; `chunk` blocks' logits at once.
+    """Prefixes of a batch's blocks by how they are drafted.
+
+    Each of the `devices` that share its rows forms the logits of `chunk` blocks at once.
 
     The keys: "walked", along the drafter's own tokens, as it decodes; "taught", along the data;
     "unary", by the base logits alone; "oracle", as if the head always chose right among the
@@ -87,7 +90,7 @@ def measure(
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
     rows, count = blocks.anchors.shape
-    size = largest_divisor(count, max(1, chunk // rows))
+    size = largest_divisor(count, max(1, chunk * devices // rows))
     parts = hidden, target_hidden, blocks.prevs, blocks.counted
     found = jax.lax.map(one, jax.tree.map(split, parts))
     return jax.tree.map(lambda x: jnp.sum(x, 0), found)

@@ -146,7 +146,7 @@ def of(config: TrainConfig) -> Placement:
             "features; set 0, and the target runs inside the step"
         )
     sharding.check_rows(config.batch_size, mesh)
-    blocks = config.batch_size * config.num_anchors // (mesh.shape["data"] * mesh.shape["fsdp"])
+    blocks = config.batch_size * config.num_anchors // sharding.row_parts(mesh)
     if blocks % config.anchor_chunk:
         raise ValueError(
             f"anchor_chunk = {config.anchor_chunk} must divide the {blocks} blocks that each "

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, Key
 from dspark_jax.base import Batch, Params
 from dspark_jax.config_training import TrainConfig
 from dspark_jax.nn.target import Target
+from dspark_jax.sharding import row_parts
 from dspark_jax.train import anchors, holdout, metrics
 from dspark_jax.train.data import Corpus
 from dspark_jax.train.gradients import term_norms
@@ -110,7 +111,8 @@ def look(
         drafter = nnx.merge(graphdef, params)
         return loss(drafter, known, blocks, batch.tokens, losses, chunk, None, share, mesh)
 
-    found = metrics.measure(drafter, known, blocks, batch.tokens, chunk, losses.candidates)
+    sizes = chunk, losses.candidates, row_parts(mesh)
+    found = metrics.measure(drafter, known, blocks, batch.tokens, *sizes)
     seen = {"prefixes": found, "norms": {}}
     if with_norms:
         seen["norms"] = term_norms(objective, params, losses, share)

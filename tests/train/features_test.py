@@ -1,6 +1,7 @@
 """Target features on disk: the same as in the step, bounded, and continued after a stop."""
 
 import json
+import shutil
 
 import chex
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from dspark_jax.base import Batch
 from dspark_jax.config import Markov
 from dspark_jax.config_training import DrafterRecipe, Losses
+from dspark_jax.folders import locked
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.train import anchors, data, features, initial, step
 
@@ -123,3 +125,30 @@ def test_the_cache_of_another_corpus_is_refused(micro_target, corpus, tmp_path, 
             others[2] = others[2].replace(tokens=others[2].tokens[::-1].copy())
     with pytest.raises(ValueError, match="delete the folder or set another cache"):
         build(micro_target, corpus.replace(conversations=others), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"done": "all"}'])
+def test_a_record_that_says_nothing_is_named(micro_target, corpus, tmp_path, text):
+    (tmp_path / "progress.json").write_text(text)
+    with pytest.raises(ValueError, match=r"progress.json: says not .* delete the folder"):
+        build(micro_target, corpus, tmp_path)
+
+
+def test_features_that_are_gone_are_computed_again(micro_target, corpus, tmp_path):
+    kept = np.array(build(micro_target, corpus, tmp_path).features)
+    (tmp_path / "features.npy").unlink()
+    np.testing.assert_array_equal(build(micro_target, corpus, tmp_path).features, kept)
+
+
+def test_one_run_fills_a_shared_cache(micro_target, corpus, tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="another process works in it"):
+        build(micro_target, corpus, tmp_path)
+
+
+def test_a_cache_larger_than_its_disk_is_refused(micro_target, corpus, tmp_path, monkeypatch):
+    size = sum(len(c.tokens) for c in corpus.conversations) * 3 * 16 * 4
+    usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match=f"need {size} more bytes, its disk has {size - 1} free"):
+        build(micro_target, corpus, tmp_path)
+    assert not list(tmp_path.glob("*.npy"))
