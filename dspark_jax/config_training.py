@@ -48,15 +48,15 @@ class Losses:
     base: float = 0.0  # share of the base logits in the cross entropy at first (Domino's lambda)
     base_decay: float | None = 1.0  # share of the run in which it falls to 0; None = it never falls
     decay: float = 4.0  # position k weighs exp(-k / decay); 0 = no decay
-    dpace: float = 0.0  # alpha of D-PACE's weights, used instead of the decay; 0 = the decay
+    dpace: float | None = None  # alpha of D-PACE's weights, used instead of the decay; None = it
     is_contiguous: bool = True  # supervision ends at a gap; False = only the gap is left out
 
     def __post_init__(self):
         weights = ("cross_entropy", "l1", "length", "confidence", "selector", "decay")
         require(self, weights, lambda x: x >= 0, "0 or more", "losses.")
-        require(self, ("base", "dpace"), lambda x: 0 <= x <= 1, "in 0..1", "losses.")
-        decays = "in 0..1, or None"
-        require(self, ("base_decay",), lambda x: x is None or 0 <= x <= 1, decays, "losses.")
+        require(self, ("base",), lambda x: 0 <= x <= 1, "in 0..1", "losses.")
+        shares, says = ("base_decay", "dpace"), "in 0..1, or None"
+        require(self, shares, lambda x: x is None or 0 <= x <= 1, says, "losses.")
         require(self, ("candidates",), lambda n: n >= 1, "at least 1", "losses.")
 
 
@@ -128,6 +128,12 @@ class TrainConfig:
         if self.evaluate_every and not self.holdout:
             raise ValueError(
                 f"evaluate_every = {self.evaluate_every} needs held-out conversations: set holdout"
+            )
+        walked, trained = self.drafter.candidates, self.losses.candidates
+        if self.losses.selector and walked and walked != trained:
+            raise ValueError(
+                f"losses.candidates = {trained}, drafter.candidates = {walked}: it learns to "
+                "choose among as many as it is walked over; set both alike"
             )
         if bool(self.frequent_tokens) != bool(self.drawn_tokens):
             raise ValueError(

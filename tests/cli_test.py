@@ -224,6 +224,18 @@ def test_train_reads_a_config_file_trains_and_its_drafter_decodes(
     assert record["num_tokens"] <= 3
 
 
+def test_train_says_what_is_wrong_before_it_reads_weights(target_folder, tmp_path, capsys):
+    bare, config = tmp_path / "target", tmp_path / "config.py"
+    shutil.copytree(target_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    config.write_text(
+        "from dspark_jax.config_training import TrainConfig\n"
+        f"config = TrainConfig(data='data.jsonl', workdir='run', target={str(bare)!r})\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(config)])
+    assert "drafter.mask_token is not set" in capsys.readouterr().err
+
+
 def test_prepare_asks_the_target_and_takes_what_was_answered(run, target_folder, tmp_path, capsys):
     prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "shards"
     rows = [{"turns": ["one"]}, {"tokens": list(range(10, 40)), "reply_start": 4}]

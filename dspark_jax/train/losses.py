@@ -165,7 +165,9 @@ def chunk_loss(
         seen = hidden if losses.confidence_to_backbone else jax.lax.stop_gradient(hidden)
         logit = heads.confidence(given.prevs, seen)
         terms["confidence"] = jax.nn.softplus(logit) - logit * accept
-    weights = dpace_weights(final, given.weights, losses.dpace) if losses.dpace else given.weights
+    weights = given.weights
+    if losses.dpace is not None:
+        weights = dpace_weights(final, weights, losses.dpace)
     sums = {name: jnp.sum(weights * terms.get(name, 0.0)) for name in TERMS}
     agree = vocabulary.argmax(logits) == vocabulary.argmax(target_logits)
     tally = _tally(given.counted, accept, agree, weight=jnp.sum(weights), **sums)

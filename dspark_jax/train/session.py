@@ -34,10 +34,9 @@ def train(config: TrainConfig) -> Path:
     Returns:
       The folder of the drafter, in our own format.
     """
-    target = placed_target(config)
     mode = trained_mode(Path(config.data), config.thinking)
-    _check_mask_token(config, target)
-    corpus = read_corpus(config, target)
+    _, corpus, _ = _outlined(config)  # what is wrong is said before weights are read
+    target = placed_target(config)
     drafter_config = resolve(config, target.model, corpus, pinned(Path(config.workdir)))
     with progress.bar() as shown:
         task = shown.add_task("training", total=config.steps, note="")
@@ -62,18 +61,30 @@ def train(config: TrainConfig) -> Path:
 def placed_target(config: TrainConfig) -> LoadedTarget:
     """The target, read into the host's memory and put where the run's mesh wants it."""
     place = placement.of(config)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        raise ValueError(
+            f"JAX_PLATFORMS = {jax.config.jax_platforms!r}: targets are read through the CPU; set "
+            f"JAX_PLATFORMS={jax.config.jax_platforms},cpu"
+        ) from None
+    with jax.default_device(host):
         target = load_target(config.target, jnp.dtype(config.target_dtype))
     return dataclasses.replace(target, model=place.module(target.model))
 
 
 def dry_run(config: TrainConfig) -> Budget:
     """What the run would need: the target's weights are not read, nothing is trained or written."""
+    target, corpus, drafter = _outlined(config)
+    return plan(config, target.model, corpus, drafter)
+
+
+def _outlined(config: TrainConfig) -> tuple[LoadedTarget, data.Corpus, DrafterConfig]:
+    """The target without its weights, the conversations, and the drafter but for its scales."""
     target = outline_target(config.target, jnp.dtype(config.target_dtype))
     _check_mask_token(config, target)
-    corpus = read_corpus(config, target)
     drafter = initial.drafter_config(config.drafter, target.model.config)
-    return plan(config, target.model, corpus, drafter)
+    return target, read_corpus(config, target), drafter
 
 
 def read_corpus(config: TrainConfig, target: LoadedTarget) -> data.Corpus:

@@ -144,7 +144,7 @@ def loss(
             "whole vocabulary (frequent_tokens and drawn_tokens make that cheap)"
         )
     hidden, target_hidden = predictions(drafter, known, blocks, tokens, chunk)
-    decay = 0.0 if losses.dpace else losses.decay
+    decay = losses.decay if losses.dpace is None else 0.0
     weights, labels, lent = anchors.weights(blocks.counted, decay), blocks.labels, known.lent
     if subset is not None:
         labels = vocabulary.locate(subset, labels, lent.head.shape[0])

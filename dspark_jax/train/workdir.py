@@ -66,11 +66,17 @@ def pin(workdir: Path, config: TrainConfig, drafter: DrafterConfig, corpus: Corp
         workdir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(resolved, indent=1) + "\n"
         replace(workdir / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
-    elif changed := differences(before, resolved, _MAY_CHANGE):
+    elif changed := differences(_comparable(before), _comparable(resolved), _MAY_CHANGE):
         raise ValueError(
             f"{workdir} holds a run with other settings: {'; '.join(changed)}. "
             "Use the same settings to resume, or another workdir"
         )
+
+
+def _comparable(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The target by its folder's name alone: disks are mounted elsewhere."""
+    train = resolved["train"]
+    return {**resolved, "train": {**train, "target": Path(train["target"]).name}}
 
 
 def differences(

@@ -42,7 +42,10 @@ def run_audit(args: arguments.Audit) -> None:
             f"samples = {args.samples}, drafter = {args.drafter!r}: at least one, and a drafter"
         )
     config = None if args.run is None else reopen.configs(args.run)[0]
-    target = load_target(args.target or (config.target if config else "smollm2"))
+    if config is None:
+        target = load_target(args.target or "smollm2")
+    else:
+        target = load_target(args.target or config.target, config.target_dtype)
     name = args.drafter or (str(args.run / "drafter") if args.run else "bundled")
     decoded = load_drafter(name, target.model, format=args.format)
     trained = decoded if args.run is None else reopen.drafter(args.run, target.model)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dspark_jax.base import Batch
 from dspark_jax.config import Domino, DrafterConfig
-from dspark_jax.config_training import Losses
+from dspark_jax.config_training import DrafterRecipe, Losses, TrainConfig
 from dspark_jax.nn.drafter import Heads, Lent
 from dspark_jax.train import anchors
 from dspark_jax.train import losses as module
@@ -248,7 +248,7 @@ def toy_loss(head, losses: Losses, is_shifted: bool, has_hole: bool, share: floa
     mask = jnp.ones((1, 10), bool).at[0, 4].set(not has_hole)
     batch, at = Batch(tokens=TOKENS, loss_mask=mask), jnp.asarray([[1, 5]])
     blocks = anchors.cut(batch, at, jnp.ones((1, 2), bool), config.block_size, False)
-    decay = 0.0 if losses.dpace else losses.decay
+    decay = losses.decay if losses.dpace is None else 0.0
     given = Supervision(
         prevs=blocks.prevs[0],
         labels=blocks.labels[0],
@@ -293,6 +293,9 @@ def test_dflash_and_dpace_closed_form_cases_hold():
     weights = module.dpace_weights(cross_entropy, jnp.ones((2, 3)), 0.5)
     expected = [[1.114324, 0.511657, 0.189885], [0.987187, 0.437585, 0.153892]]
     np.testing.assert_allclose(weights, expected, atol=1e-6)
+    _, tally = toy_loss(None, dataclasses.replace(PLAIN, dpace=0.0), False, False)
+    reached = np.cumprod(np.exp(-np.asarray(cross_entropy)), 1)  # alpha 0: nothing is added
+    np.testing.assert_allclose(tally.weight, (reached * [1, 2, 3]).sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -335,3 +338,11 @@ def test_the_selector_term_is_its_formula(key, missing):
 def test_losses_that_make_no_sense_are_refused(fields):
     with pytest.raises(ValueError, match=f"losses.{next(iter(fields))} = "):
         Losses(**fields)
+
+
+def test_a_selector_is_trained_on_as_many_candidates_as_it_is_walked_over():
+    given = {"data": "data.jsonl", "workdir": "run", "losses": Losses(selector=1.0, candidates=8)}
+    with pytest.raises(ValueError, match=r"losses.candidates = 8, drafter.candidates = 16: "):
+        TrainConfig(**given, drafter=DrafterRecipe(candidates=16))
+    for candidates in (0, 8):
+        TrainConfig(**given, drafter=DrafterRecipe(candidates=candidates))

@@ -78,3 +78,9 @@ def test_a_stored_constant_stays_what_it_is():
     updates, _ = chain.update(still, chain.init(params), params)
     moved = optax.apply_updates(params, updates)["layers"]
     assert moved["layer_scalar"] == 1 and (moved["weight"] < 1).all()
+
+
+@pytest.mark.parametrize("fields", [{"beta1": 1.0}, {"beta2": -0.1}, {"warmup": 1.5}])
+def test_settings_without_a_meaning_are_refused(fields):
+    with pytest.raises(ValueError, match=f"optimizer.{next(iter(fields))} = "):
+        Optimizer(**fields)

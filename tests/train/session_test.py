@@ -1,7 +1,8 @@
-"""What a training session's card says of its data."""
+"""What a training session needs, and what its card says of its data."""
 
 import pytest
 
+from dspark_jax.config_training import TrainConfig
 from dspark_jax.manifest import Manifest
 from dspark_jax.train import session
 from dspark_jax.weights.card import Mode
@@ -26,3 +27,12 @@ def test_the_mode_is_the_one_the_data_were_prepared_in(prepared):
 
 def test_conversations_are_rendered_as_the_config_says(tmp_path):
     assert session.trained_mode(tmp_path / "answers.jsonl", True) == Mode(thinking=True)
+
+
+def test_a_session_that_leaves_out_the_cpu_is_told_how_to_have_it(monkeypatch):
+    def devices(backend):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(session.jax, "local_devices", devices)
+    with pytest.raises(ValueError, match=r"set JAX_PLATFORMS=.*,cpu"):
+        session.placed_target(TrainConfig(data="data", workdir="run"))

@@ -34,6 +34,7 @@ def recipe(**changes) -> dict:
     ("changes", "complaint"),
     [
         ({"seed": 43}, "train.seed was 42, is 43"),
+        ({"target": "disk/other"}, "train.target was 'smollm2', is 'other'"),
         ({"losses": Losses(decay=2.0)}, "train.losses.decay was 4.0, is 2.0"),
         ({"optimizer": Optimizer(learning_rate=1.0)}, "train.optimizer.learning_rate was 0.0006"),
         (recipe(head=Markov(rank=4)), "drafter.head.rank was 3, is 4; train.drafter.head.rank was"),
@@ -52,6 +53,7 @@ def test_a_changed_setting_is_named_on_resume(pin, changes, complaint):
 
 def test_what_changes_no_parameter_may_change(pin):
     pin()
+    pin(dataclasses.replace(CONFIG, target="/another/disk/smollm2"))
     pin(
         dataclasses.replace(
             CONFIG, data="elsewhere.jsonl", log_every=3, save_every=5, keep=9, max_cache_bytes=7
