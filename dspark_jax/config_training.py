@@ -93,6 +93,7 @@ class TrainConfig:
     optimizer: Optimizer = Optimizer()  # how
     steps: int = 1000  # optimizer steps
     batch_size: int = 8  # rows a step; a row is one conversation, or several packed
+    accumulate: int = 1  # parts of a step's rows, taken one after another; the result is the same
     num_anchors: int = 512  # A, blocks a row
     anchor_chunk: int = 64  # blocks of a device whose logits exist at once
     frequent_tokens: int = 0  # sampled softmax: tokens always in the loss; 0 = the whole vocabulary
@@ -116,7 +117,7 @@ class TrainConfig:
 
     def __post_init__(self):
         sizes = ("batch_size", "num_anchors", "anchor_chunk", "max_length", "length_multiple")
-        counts = ("steps", "log_every", "save_every", "keep")
+        counts = ("accumulate", "steps", "log_every", "save_every", "keep")
         require(self, sizes + counts, lambda n: n >= 1, "at least 1")
         require(self, ("holdout", "evaluate_every"), lambda n: n >= 0, "0 or more")
         for field in ("data", "workdir"):
@@ -140,9 +141,13 @@ class TrainConfig:
                 f"frequent_tokens = {self.frequent_tokens}, drawn_tokens = {self.drawn_tokens}: "
                 "set both for a sampled softmax, or neither"
             )
-        blocks = self.batch_size * self.num_anchors
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate = {self.accumulate} must divide batch_size = {self.batch_size}"
+            )
+        blocks = self.batch_size // self.accumulate * self.num_anchors
         if blocks % self.anchor_chunk:
             raise ValueError(
                 f"anchor_chunk = {self.anchor_chunk} must divide "
-                f"batch_size * num_anchors = {blocks}"
+                f"batch_size / accumulate * num_anchors = {blocks}"
             )

@@ -110,10 +110,8 @@ def row_parts(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS)
 
 
-def check_rows(rows: int, mesh: Mesh) -> None:
+def check_rows(rows: int, mesh: Mesh, name: str = "batch_size") -> None:
     """Raises a ValueError if the mesh cannot split that many rows evenly."""
     parts = row_parts(mesh)
     if rows % parts:
-        raise ValueError(
-            f"batch_size = {rows} must be a multiple of the mesh's data * fsdp = {parts}"
-        )
+        raise ValueError(f"{name} = {rows} must be a multiple of the mesh's data * fsdp = {parts}")

@@ -174,6 +174,21 @@ def chunk_loss(
     return _total(losses, sums, share if losses.base else 0.0), tally
 
 
+def averaged(value: Float[Array, ""], tally: Tally) -> tuple[Float[Array, ""], Tally]:
+    """Sums over all blocks -> the loss and its terms, weighted means.
+
+    Their denominator is known once all blocks are (D-PACE's weights depend on the logits); no
+    gradient flows through it.
+    """
+    mean = share_of_one(tally)
+    return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
+
+
+def share_of_one(tally: Tally) -> Float[Array, ""]:
+    """What a position of weight 1 counts in a weighted mean over all blocks."""
+    return 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
+
+
 def _total(
     losses: Losses, sums: dict[str, Float[Array, ""]], share: Float[Array, ""] | float
 ) -> Float[Array, ""]:

@@ -18,6 +18,7 @@ from dspark_jax.base import Batch
 from dspark_jax.config_training import TrainConfig
 
 log = logging.getLogger(__name__)
+_PART = "batch_size / accumulate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +146,12 @@ def of(config: TrainConfig) -> Placement:
             f"max_cache_bytes = {config.max_cache_bytes}: only runs of one process keep "
             "features; set 0, and the target runs inside the step"
         )
-    sharding.check_rows(config.batch_size, mesh)
-    blocks = config.batch_size * config.num_anchors // sharding.row_parts(mesh)
+    rows = config.batch_size // config.accumulate
+    sharding.check_rows(rows, mesh, "batch_size" if config.accumulate == 1 else _PART)
+    blocks = rows * config.num_anchors // sharding.row_parts(mesh)
     if blocks % config.anchor_chunk:
         raise ValueError(
             f"anchor_chunk = {config.anchor_chunk} must divide the {blocks} blocks that each "
-            f"device of mesh = {config.mesh!r} gets of batch_size * num_anchors"
+            f"device of mesh = {config.mesh!r} gets of {_PART} * num_anchors"
         )
     return Placement(mesh=mesh, batch_size=config.batch_size)

@@ -18,7 +18,7 @@ from dspark_jax.train.data import Corpus
 from dspark_jax.train.gradients import term_norms
 from dspark_jax.train.losses import base_share
 from dspark_jax.train.placement import Placement
-from dspark_jax.train.step import TrainState, ask, loss
+from dspark_jax.train.step import TrainState, ask, loss, parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,13 @@ class Probe:
     place: Callable[[Batch], Batch]  # host to devices
 
     def batch(self, state: TrainState, batch: Batch) -> dict:
-        """Accepted lengths, and norms if wanted, on the blocks of the step that comes next."""
+        """Accepted lengths, and norms if wanted, on the blocks of the step that comes next.
+
+        Where that accumulates they are those of its first part.
+        """
         key = jax.random.fold_in(state.key, state.step)
-        found = self.look(state.params, state.step, batch, key, self.config.term_gradients, False)
+        how = self.config.term_gradients, False, self.config.accumulate
+        found = self.look(state.params, state.step, batch, key, *how)
         norms = {name: float(x) for name, x in jax.device_get(found["norms"]).items()}
         return metrics.drafted([found]) | ({"term_gradients": norms} if norms else {})
 
@@ -43,12 +47,15 @@ class Probe:
         Their blocks are the same at every step, so that figures can be compared.
         """
         found, fixed = [], jax.random.key(self.config.seed)
-        rows = holdout.batches(self.held, self.config.batch_size, self.config.length_multiple)
+        size = self.config.batch_size // self.config.accumulate
+        rows = holdout.batches(self.held, size, self.config.length_multiple)
         for number, batch in enumerate(rows):
             if is_stopping():
                 return None
             key = jax.random.fold_in(fixed, number)
-            found.append(self.look(state.params, state.step, self.place(batch), key, False, True))
+            found.append(
+                self.look(state.params, state.step, self.place(batch), key, False, True, 1)
+            )
         return metrics.summary(found) | metrics.drafted(found)
 
 
@@ -62,10 +69,10 @@ def build(
     """The measurements of a run."""
     target_graphdef, target_params = nnx.split(target)
 
-    @functools.partial(place.jit, static_argnums=(5, 6))
-    def jitted(target_params, params, step, batch, key, with_norms, with_loss):
-        target, wanted = nnx.merge(target_graphdef, target_params), (with_norms, with_loss)
-        return look(config, graphdef, target, params, step, batch, key, *wanted, place.mesh)
+    @functools.partial(place.jit, static_argnums=(5, 6, 7))
+    def jitted(target_params, params, step, batch, key, *how):
+        target = nnx.merge(target_graphdef, target_params)
+        return look(config, graphdef, target, params, step, batch, key, *how, place.mesh)
 
     return Probe(
         config=config,
@@ -85,6 +92,7 @@ def look(
     key: Key[Array, ""],
     with_norms: bool,
     with_loss: bool,
+    count: int = 1,
     mesh: Mesh | None = None,
 ) -> dict:
     """Prefixes by how blocks are drafted; the loss over the whole vocabulary; gradient norms.
@@ -99,12 +107,15 @@ def look(
       key: of the anchors.
       with_norms: also each loss term's gradient norm.
       with_loss: also the loss and what it is made of.
+      count: parts of the batch, of which the first is looked at.
       mesh: devices that share the work.
     """
     drafter, losses, chunk = nnx.merge(graphdef, params), config.losses, config.anchor_chunk
     shape = drafter.config
-    known = ask(target, batch, shape.target_layer_ids)
     blocks = anchors.blocks(key, batch, config.num_anchors, shape.block_size, losses.is_contiguous)
+    if count > 1:
+        batch, blocks = jax.tree.map(lambda x: x[0], parts((batch, blocks), count))
+    known = ask(target, batch, shape.target_layer_ids)
     share = base_share(losses, step, config.steps)
 
     def objective(params, losses, share):

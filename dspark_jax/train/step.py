@@ -1,5 +1,6 @@
 """One optimizer step: pure functions of state and batch; the loop jits them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from dspark_jax.config_training import Losses, TrainConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, vocabulary
-from dspark_jax.train.losses import Supervision, Tally, base_share
+from dspark_jax.train.losses import Supervision, Tally, averaged, base_share, share_of_one
 from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.vocabulary import Subset
 
@@ -121,6 +122,7 @@ def loss(
     subset: Subset | None = None,
     share: Float[Array, ""] | float = 0.0,
     mesh: Mesh | None = None,
+    is_sum: bool = False,
 ) -> tuple[Float[Array, ""], Tally]:
     """The loss of a batch cut into blocks, with one global denominator.
 
@@ -134,6 +136,7 @@ def loss(
       subset: tokens of a sampled softmax, None = the whole vocabulary. Labels outside it weigh 0.
       share: of the base logits in the cross entropy.
       mesh: devices that share the work.
+      is_sum: the batch is a part of one: leaves the division to `averaged`, behind the last part.
 
     Raises:
       ValueError: the drafter's vocabulary is a reduced one.
@@ -158,7 +161,31 @@ def loss(
         target_hidden=target_hidden,
     )
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given))
-    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset, share, mesh)
+    return block_loss(losses, drafter.heads, *flat, lent, chunk, subset, share, mesh, is_sum)
+
+
+def parts(rows: Any, count: int) -> Any:
+    """Arrays [B, ...] -> [count, B / count, ...]; part i has every count-th row from i on.
+
+    So each device has rows of every part, and none moves.
+    """
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0),
+        rows,
+    )
+
+
+def _sum_of_parts(function: Callable, rows: Any, count: int) -> Any:
+    """Sum of function(*part), a part of the rows after the other."""
+    if count == 1:
+        return function(*rows)
+    split = parts(rows, count)
+    shapes = jax.eval_shape(lambda split: function(*jax.tree.map(lambda x: x[0], split)), split)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, function(*part)), None
+
+    return jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), split)[0]
 
 
 def train_step(
@@ -176,7 +203,7 @@ def train_step(
     Args:
       optimizer: the chain.
       graphdef: the drafter's structure.
-      config: the run's: losses, numbers of anchors and of drawn tokens.
+      config: the run's: losses, numbers of anchors, of drawn tokens and of parts of the batch.
       state: before the step.
       target: the frozen model.
       batch: conversations.
@@ -184,18 +211,21 @@ def train_step(
       mesh: devices that share the work.
     """
     shape, losses = nnx.merge(graphdef, state.params).config, config.losses
-    known = ask(target, batch, shape.target_layer_ids)
     key = jax.random.fold_in(state.key, state.step)
     blocks = anchors.blocks(key, batch, config.num_anchors, shape.block_size, losses.is_contiguous)
     draw_key = jax.random.fold_in(key, 1)
     subset = None if split is None else vocabulary.draw(draw_key, split, config.drawn_tokens)
     share = base_share(losses, state.step, config.steps)
 
-    def objective(params):
-        trained, chunk = nnx.merge(graphdef, params), config.anchor_chunk
-        return loss(trained, known, blocks, batch.tokens, losses, chunk, subset, share, mesh)
+    def objective(params, batch, blocks):
+        known = ask(target, batch, shape.target_layer_ids)
+        given = known, blocks, batch.tokens, losses, config.anchor_chunk, subset, share, mesh
+        return loss(nnx.merge(graphdef, params), *given, is_sum=True)
 
-    (value, tally), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
+    gradient_of = functools.partial(jax.value_and_grad(objective, has_aux=True), state.params)
+    sums, gradient = _sum_of_parts(gradient_of, (batch, blocks), config.accumulate)
+    mean = share_of_one(sums[1])
+    (value, tally), gradient = averaged(*sums), jax.tree.map(lambda g: g * mean, gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
     state = TrainState(
         step=state.step + 1,

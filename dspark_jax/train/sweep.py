@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config_training import Losses
 from dspark_jax.nn.drafter import Heads, Lent
-from dspark_jax.train.losses import TERMS, Supervision, Tally, chunk_loss
+from dspark_jax.train.losses import Supervision, Tally, averaged, chunk_loss
 from dspark_jax.train.parallel import Frozen, Vocabulary, over_devices, zeros
 from dspark_jax.train.vocabulary import Subset
 
@@ -30,20 +30,19 @@ def block_loss(
     subset: Subset | None = None,
     share: Float[Array, ""] | float = 0.0,
     mesh: Mesh | None = None,
+    is_sum: bool = False,
 ) -> tuple[Float[Array, ""], Tally]:
     """The loss of all blocks, `chunk` blocks a device at a time (a divisor of their number).
 
-    With a `subset`, labels are places in it and the lent head holds its rows alone. The loss is
-    a weighted mean: its denominator is known once all chunks are (D-PACE's weights depend on the
-    logits), and no gradient flows through it.
+    With a `subset`, labels are places in it and the lent head holds its rows alone. What is a sum
+    of a part of the blocks is `averaged` by the caller, once all parts are added.
     """
     vocabulary = Vocabulary(None if mesh is None else "tensor")
     term = functools.partial(_row_loss, losses, vocabulary)
     frozen = lent, subset, jnp.asarray(share, jnp.float32)
     heads, rows = _without_rows(heads, given.prevs)
-    value, tally = _sweep(term, chunk, mesh, heads, (hidden, rows), given, frozen)
-    mean = 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
-    return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
+    sums = _sweep(term, chunk, mesh, heads, (hidden, rows), given, frozen)
+    return sums if is_sum else averaged(*sums)
 
 
 def _without_rows(

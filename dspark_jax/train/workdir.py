@@ -14,6 +14,7 @@ from dspark_jax.train.data import Corpus, Stored
 # What may differ between a run and its continuation: it changes no parameter beyond rounding.
 _MAY_CHANGE = {
     "train.mesh",
+    "train.accumulate",
     "train.anchor_chunk",
     "train.data",
     "train.workdir",

@@ -242,6 +242,43 @@ def test_mixed_lengths_train_as_their_rows_do_alone(tiny_drafter):
     chex.assert_trees_all_close(together, pooled, rtol=2e-4, atol=1e-6)
 
 
+def test_parts_of_a_batch_one_after_another_give_its_gradient(micro_target):
+    """T10: their weights differ, and only the sum of all divides."""
+    recipe = DrafterRecipe(
+        num_layers=1, block_size=2, mask_token=30, target_layer_ids=(0, 1), head=Markov(rank=3)
+    )
+    graphdef, params = nnx.split(
+        random_drafter(initial.drafter_config(recipe, micro_target.config))
+    )
+    chain = optax.sgd(1.0)
+    state = TrainState(
+        step=jnp.asarray(3), params=params, optimizer=chain.init(params), key=jax.random.key(0)
+    )
+    tokens = jax.random.randint(jax.random.key(1), (4, 12), 0, 30)
+    batch = Batch(tokens=tokens, loss_mask=jnp.arange(12) >= jnp.asarray([[2], [9], [4], [10]]))
+
+    def run(count: int):
+        config = TrainConfig(
+            data="",
+            workdir="",
+            drafter=recipe,
+            losses=Losses(dpace=0.3),
+            num_anchors=4,
+            anchor_chunk=4,
+            batch_size=4,
+            accumulate=count,
+        )
+        step_of = functools.partial(step.train_step, chain, graphdef, config, split=None)
+        after, metrics = jax.jit(step_of)(state, micro_target, batch)
+        return jax.tree.map(jnp.subtract, params, after.params), metrics
+
+    (one, seen), (other, measured) = run(1), run(2)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(one))
+    chex.assert_trees_all_close(other, one, rtol=1e-5, atol=1e-5 * largest)
+    chex.assert_trees_all_close(measured, seen, rtol=1e-5)
+    assert float(seen["gradient_norm"]) > 0.1
+
+
 def test_a_batch_without_supervision_changes_nothing_but_the_count(micro_target):
     """T04: loss 0, gradient 0, all finite, the step counted."""
     recipe = DrafterRecipe(
