@@ -11,6 +11,9 @@ work folder and target lie on a disk that all hosts see. Its config.json leaves 
 query_pre_attn_scalar 256, max_position_embeddings 131072, rms_norm_eps 1e-6, rope_theta 1e6,
 rope_local_base_freq 1e4.
 
+`prompts.jsonl` should hold what will be served: its languages and domains, in about their shares. A
+drafter is accepted less on what it has not seen: measure each alone (`dspark evaluate FILE`).
+
 Budget of each: 10 passes over 1.24 G tokens (1.3 M conversations, answered by the target), 24,000
 steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 24 for each, from
 327 TFLOP a row (target 88, backbone 128, attention 14, lm head 92, rest 4)

@@ -8,6 +8,9 @@ Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. `Qwen3-4B` is t
 Hugging Face's Qwen/Qwen3-4B, which the server (vLLM, SGLang, sglang-jax) serves too; data,
 work folder and target lie on a disk that all hosts see.
 
+`prompts.jsonl` should hold what will be served: its languages and domains, in about their shares. A
+drafter is accepted less on what it has not seen: measure each alone (`dspark evaluate FILE`).
+
 Budget of each: 10 passes over 1.24 G tokens (1.3 M conversations, answered by the target), 24,000
 steps of 128 rows of 4,096 packed tokens. Hours, estimated and not measured: 20 for each, from
 140 TFLOP a row (target 30, backbone 58, attention 14, lm head 37, rest 2)

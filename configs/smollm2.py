@@ -34,6 +34,6 @@ config = TrainConfig(
     drawn_tokens=2048,
     max_length=384,
     length_multiple=64,
-    max_cache_bytes=8_000_000_000,
+    max_cache_bytes=12_000_000_000,
     save_every=250,
 )

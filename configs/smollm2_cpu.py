@@ -5,7 +5,8 @@ dspark bench heads configs/smollm2_cpu.py gsm8k.jsonl:14 mbpp.jsonl:13 --data an
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2; the second command trains them all
 and compares their accepted lengths (add `--steps 300` for a quick look). `answers.jsonl` holds
-conversations the target has answered, as `dspark prepare` writes them.
+conversations the target has answered (`tokens` and `reply_start`, or `messages`); a folder that
+`dspark prepare` wrote does as well.
 
 Budget of each: 2,400 steps of 4 conversations of up to 384 tokens, 16 blocks of each. Hours: about
 0.4 on 2 CPU cores, as half of the 45 minutes that 4,800 such steps of DSpark vanilla took; and once

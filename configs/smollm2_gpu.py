@@ -5,6 +5,9 @@ dspark train configs/smollm2_gpu.py:dspark
 
 Runs: dflash, dspark, dspark-gated, dspark-rnn, domino, dflash2. The target comes with the package.
 
+`prompts.jsonl` should hold what will be served: its languages and domains, in about their shares. A
+drafter is accepted less on what it has not seen: measure each alone (`dspark evaluate FILE`).
+
 Budget of each: 10 passes over 50 M tokens (about 200,000 conversations, answered by the target),
 30,000 steps of 8 rows of 2,048 packed tokens. Hours, estimated and not measured: 2.5 for each on an
 A100, from 13 TFLOP a step (target 4, backbone 1, attention 1, lm head 7) at 30% of the 156 TFLOP/s

@@ -102,6 +102,7 @@ class TrainConfig:
     pack: bool = False  # fill rows of max_length with conversations that do not see each other
     length_multiple: int = 128  # batches are padded to a multiple of this
     min_supervised: int = 14  # supervised tokens below which a conversation is dropped
+    threads: int = 1  # batches read at once; more for many small samples on a slow disk
     max_cache_bytes: int = 0  # keep the target's features on disk; 0 = compute them in the step
     cache: str | None = None  # folder of kept features, which runs may share; None = in workdir
     mesh: str | None = None  # devices, as in data=4,fsdp=2,tensor=1; None = one
@@ -117,7 +118,7 @@ class TrainConfig:
 
     def __post_init__(self):
         sizes = ("batch_size", "num_anchors", "anchor_chunk", "max_length", "length_multiple")
-        counts = ("accumulate", "steps", "log_every", "save_every", "keep")
+        counts = ("accumulate", "threads", "steps", "log_every", "save_every", "keep")
         require(self, sizes + counts, lambda n: n >= 1, "at least 1")
         require(self, ("holdout", "evaluate_every"), lambda n: n >= 0, "0 or more")
         for field in ("data", "workdir"):

@@ -43,8 +43,8 @@ class Ledger:
           shard_size: rows of a shard.
 
         Raises:
-          ValueError: the folder was begun with other settings, named field by field, or another
-            process works on it.
+          ValueError: the folder was begun with other settings, named field by field, or has lost
+            them; or another process works on it.
         """
         self.folder, self._rows, self._size = folder, rows, shard_size
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +114,11 @@ class Ledger:
 
 def _resume(folder: Path, settings: Manifest) -> Manifest:
     if not (folder / MANIFEST).exists():
+        if (folder / JOURNAL).exists():  # a kill leaves none: the manifest comes first
+            raise ValueError(
+                f"{folder / JOURNAL} holds answers, but which settings gave them is lost with "
+                f"{MANIFEST}: delete it to ask its rows again, or name another folder"
+            )
         settings.save(folder)
         return settings
     found = Manifest.load(folder)

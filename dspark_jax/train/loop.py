@@ -113,6 +113,7 @@ def _batches(
         attach,
         capacity=config.max_length if config.pack else 0,
         mine=place.mine,
+        threads=config.threads,
     )
 
 

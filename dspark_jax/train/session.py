@@ -16,6 +16,7 @@ from dspark_jax.manifest import Manifest
 from dspark_jax.nn.drafter import Drafter
 from dspark_jax.nn.target import Target
 from dspark_jax.processes import is_first
+from dspark_jax.shards import Shards
 from dspark_jax.train import data, initial, loop, placement, sources
 from dspark_jax.train.budget import Budget
 from dspark_jax.train.plan import plan
@@ -74,8 +75,13 @@ def placed_target(config: TrainConfig) -> LoadedTarget:
 
 
 def dry_run(config: TrainConfig) -> Budget:
-    """What the run would need: the target's weights are not read, nothing is trained or written."""
+    """What the run would need: the target's weights are not read, nothing is trained or written.
+
+    Shards are read whole, and compared with their checksums: they may have come from afar.
+    """
     target, corpus, drafter = _outlined(config)
+    if Path(config.data).is_dir():
+        Shards(Path(config.data)).verify()
     return plan(config, target.model, corpus, drafter)
 
 

@@ -17,6 +17,7 @@ _MAY_CHANGE = {
     "train.accumulate",
     "train.anchor_chunk",
     "train.data",
+    "train.threads",
     "train.workdir",
     "train.log_every",
     "train.evaluate_every",

@@ -154,3 +154,14 @@ def test_a_journal_that_is_none_is_named(tmp_path):
     (tmp_path / ledgers.JOURNAL).write_text("nonsense\n")
     with pytest.raises(ValueError, match=r"journal\.jsonl.*delete it"):
         Ledger(tmp_path, SETTINGS, ROWS, SIZE)
+
+
+def test_answers_without_their_manifest_are_taken_for_nothing(tmp_path):
+    ledger = Ledger(tmp_path, SETTINGS, ROWS, SIZE)
+    ledger.add(0, outcome(0))
+    ledger.close()
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"journal.jsonl holds answers, .* delete it"):
+        Ledger(tmp_path, SETTINGS, ROWS, SIZE)
+    (tmp_path / JOURNAL).unlink()
+    assert len(work(tmp_path)) == ROWS

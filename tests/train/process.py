@@ -1,4 +1,4 @@
-"""A run in a process of its own: HOST:PORT,COUNT,INDEX (or nothing) WORKDIR STOP_AFTER [STEPS]."""
+"""A run in its own process: HOST:PORT,COUNT,INDEX (or nothing) WORKDIR STOP_AFTER [STEPS [HELD]]."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 from dspark_jax import processes
 
 
-def main(how: str, workdir: str, stop_after: str, steps: str = "6") -> None:
+def main(how: str, workdir: str, stop_after: str, steps: str = "6", held: str = "0") -> None:
     """Trains, on a mesh if there are several; the second gets a SIGTERM behind a step."""
     if how:
         processes.meet(how)
@@ -21,7 +21,7 @@ def main(how: str, workdir: str, stop_after: str, steps: str = "6") -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     target, corpus = mesh_test.make_target(), mesh_test.make_corpus()
     mesh = "fsdp=4,tensor=2" if how else None  # parameters span the processes
-    config = mesh_test.make_config(workdir, mesh, steps=int(steps))
+    config = mesh_test.make_config(workdir, mesh, steps=int(steps), **mesh_test.measured(int(held)))
     shape = initial.drafter_config(config.drafter, target.config)
 
     def stop(line: dict) -> None:

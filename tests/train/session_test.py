@@ -1,9 +1,13 @@
 """What a training session needs, and what its card says of its data."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from dspark_jax.config_training import TrainConfig
 from dspark_jax.manifest import Manifest
+from dspark_jax.shards import Sample, add_shard
 from dspark_jax.train import session
 from dspark_jax.weights.card import Mode
 
@@ -36,3 +40,17 @@ def test_a_session_that_leaves_out_the_cpu_is_told_how_to_have_it(monkeypatch):
     monkeypatch.setattr(session.jax, "local_devices", devices)
     with pytest.raises(ValueError, match=r"set JAX_PLATFORMS=.*,cpu"):
         session.placed_target(TrainConfig(data="data", workdir="run"))
+
+
+def test_a_dry_run_compares_shards_with_their_checksums(prepared, monkeypatch):
+    """One byte is another, as a copy may leave it."""
+    tokens = np.arange(9, dtype=np.int32)
+    sample = Sample(tokens=tokens, loss_mask=tokens > 3, provenance={})
+    begun = dataclasses.replace(Manifest.load(prepared), complete=True)
+    (shard,) = add_shard(prepared, begun, [sample], 1, {}).shards
+    path = prepared / shard.name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    monkeypatch.setattr(session, "_outlined", lambda config: (None, None, None))
+    with pytest.raises(ValueError, match=f"{shard.name}: .*sha256"):
+        session.dry_run(TrainConfig(data=str(prepared), workdir="run"))
