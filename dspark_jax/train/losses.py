@@ -180,12 +180,12 @@ def averaged(value: Float[Array, ""], tally: Tally) -> tuple[Float[Array, ""], T
     Their denominator is known once all blocks are (D-PACE's weights depend on the logits); no
     gradient flows through it.
     """
-    mean = share_of_one(tally)
+    mean = per_weight(tally)
     return value * mean, tally.replace(**{name: tally[name] * mean for name in TERMS})
 
 
-def share_of_one(tally: Tally) -> Float[Array, ""]:
-    """What a position of weight 1 counts in a weighted mean over all blocks."""
+def per_weight(tally: Tally) -> Float[Array, ""]:
+    """What turns sums over all blocks into weighted means."""
     return 1 / (jax.lax.stop_gradient(tally.weight) + 1e-6)
 
 

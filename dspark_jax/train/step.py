@@ -17,7 +17,7 @@ from dspark_jax.config_training import Losses, TrainConfig
 from dspark_jax.nn.drafter import Drafter, Lent
 from dspark_jax.nn.target import Target
 from dspark_jax.train import anchors, vocabulary
-from dspark_jax.train.losses import Supervision, Tally, averaged, base_share, share_of_one
+from dspark_jax.train.losses import Supervision, Tally, averaged, base_share, per_weight
 from dspark_jax.train.sweep import block_loss
 from dspark_jax.train.vocabulary import Subset
 
@@ -224,7 +224,7 @@ def train_step(
 
     gradient_of = functools.partial(jax.value_and_grad(objective, has_aux=True), state.params)
     sums, gradient = _sum_of_parts(gradient_of, (batch, blocks), config.accumulate)
-    mean = share_of_one(sums[1])
+    mean = per_weight(sums[1])
     (value, tally), gradient = averaged(*sums), jax.tree.map(lambda g: g * mean, gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
     state = TrainState(

@@ -1,4 +1,4 @@
-"""A run in its own process: HOST:PORT,COUNT,INDEX (or nothing) WORKDIR STOP_AFTER [STEPS [HELD]]."""
+"""A run in its own process: HOST:PORT,COUNT,INDEX (or "") WORKDIR STOP_AFTER [STEPS [HELD]]."""
 
 import os
 import signal
