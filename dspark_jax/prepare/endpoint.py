@@ -55,7 +55,7 @@ class EndpointError(RuntimeError):
 
 
 class Refusal(EndpointError):
-    """The server refuses one request (400, 422): it is too long, not allowed, or of no sense."""
+    """The server refuses one request (400, 422): it is too long, not allowed, or not understood."""
 
 
 def model_name(server: Server) -> str:

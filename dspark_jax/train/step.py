@@ -169,10 +169,7 @@ def parts(rows: Any, count: int) -> Any:
 
     So each device has rows of every part, and none moves.
     """
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0),
-        rows,
-    )
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), rows)
 
 
 def _sum_of_parts(function: Callable, rows: Any, count: int) -> Any:
@@ -180,12 +177,13 @@ def _sum_of_parts(function: Callable, rows: Any, count: int) -> Any:
     if count == 1:
         return function(*rows)
     split = parts(rows, count)
-    shapes = jax.eval_shape(lambda split: function(*jax.tree.map(lambda x: x[0], split)), split)
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], split))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def add(total, part):
         return jax.tree.map(jnp.add, total, function(*part)), None
 
-    return jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), split)[0]
+    return jax.lax.scan(add, nothing, split)[0]
 
 
 def train_step(

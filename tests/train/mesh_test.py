@@ -205,6 +205,8 @@ def test_processes_load_the_rows_of_their_devices(corpus, monkeypatch):
         ({"mesh": "data=3"}, "batch_size = 8 must be a multiple"),
         ({"mesh": "data=8", "anchor_chunk": 8}, "anchor_chunk = 8 must divide the 4 blocks"),
         ({"mesh": "rows=8"}, "mesh = 'rows=8'"),
+        ({"mesh": "data=8", "accumulate": 2}, "batch_size / accumulate = 4 must be a multiple"),
+        ({"mesh": "data=8", "accumulate": 3}, "accumulate = 3 must divide batch_size = 8"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(change, says):

@@ -84,3 +84,20 @@ def test_a_signal_while_measuring_saves_the_step(measured, micro_target, corpus,
     run(config, micro_target, corpus)
     chex.assert_trees_all_equal(*(final_state(c, micro_target) for c in (whole, config)))
     assert [line for line in metrics(config) if "held_out" not in line] == lines
+
+
+@pytest.mark.slow
+def test_a_run_in_parts_trains_alike_and_sees_the_first(measured, micro_target, corpus):
+    """T10: the same losses and gradients; what is measured beside them is of half the rows."""
+    whole, lines, held_out, _ = measured
+    config = dataclasses.replace(whole, workdir=whole.workdir + "-parts", accumulate=2)
+    run(config, micro_target, corpus)
+    found = metrics(config)
+    assert len(found) == len(lines) + len(held_out)
+    trained = [line for line in found if "held_out" not in line]
+    for line, other in zip(trained, lines, strict=True):
+        for name in ("loss", "gradient_norm", "blocks"):
+            assert line[name] == pytest.approx(other[name], rel=1e-4)
+        assert 0 < line["walked"]["reached"][0] < line["blocks"]
+    for line in (found[2], found[-1]):
+        assert line["held_out"]["blocks"] > 0
