@@ -21,7 +21,7 @@ from dspark_jax.train import data, initial, loop, placement, sources
 from dspark_jax.train.budget import Budget
 from dspark_jax.train.plan import plan
 from dspark_jax.train.workdir import pinned
-from dspark_jax.weights import native
+from dspark_jax.weights import formats, native
 from dspark_jax.weights.card import Card, Mode, front_matter
 from dspark_jax.weights.load import LoadedTarget, load_drafter, load_target, outline_target
 
@@ -90,6 +90,10 @@ def _outlined(config: TrainConfig) -> tuple[LoadedTarget, data.Corpus, DrafterCo
     target = outline_target(config.target, jnp.dtype(config.target_dtype))
     _check_mask_token(config, target)
     drafter = initial.drafter_config(config.drafter, target.model.config)
+    held = formats.holders(drafter, target.model.config)
+    log.info(
+        "can be converted to: %s", ", ".join(held) or "no format of others, see dspark convert"
+    )
     return target, read_corpus(config, target), drafter
 
 
