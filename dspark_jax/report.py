@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -22,7 +23,8 @@ from dspark_jax.nn.drafter import Drafter
 from dspark_jax.replay import Replay
 from dspark_jax.weights.card import Card
 
-out, err = Console(soft_wrap=True), Console(stderr=True)
+_WIDE = None if sys.stdout.isatty() else 200  # a file has no width that tables must be cut to
+out, err = Console(soft_wrap=True, width=_WIDE), Console(stderr=True)
 
 
 class Lines(logging.Handler):
