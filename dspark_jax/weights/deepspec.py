@@ -39,7 +39,7 @@ from dspark_jax.weights.tensors import (
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 _ANCHORS = 512  # of training: their classes ask for the field
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+TABLES = ("embed_tokens.weight", "lm_head.weight")  # of the target
 _RENAMED = (
     (r"^backbone\.", ""),
     (r"^heads\.head\.w([12])$", r"markov_head.markov_w\1.weight"),
@@ -139,12 +139,12 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, Lent | 
       CheckpointError: the folder does not hold what its config.json describes.
     """
     config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
-    absent = [n for n in (_EMBEDDING, _HEAD) if n not in tensors]
+    absent = [n for n in TABLES if n not in tensors]
     if len(absent) == 1:
         raise CheckpointError(f"{folder}: missing tensors: {absent[0]}")
     shape = (config.vocab_size, config.geometry.width)
     lent = None if absent else Lent(
-        embedding=take_table(tensors, _EMBEDDING, shape), head=take_table(tensors, _HEAD, shape)
+        embedding=take_table(tensors, TABLES[0], shape), head=take_table(tensors, TABLES[1], shape)
     )  # fmt: skip
     build = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)  # noqa: E731
     drafter = fill(build, tensors, namer(config), dtype)
@@ -199,8 +199,8 @@ def write(
     }
     tensors = export.tensors_of(drafter, namer(c), dtype)
     tensors |= {
-        _EMBEDDING: _padded(lent.embedding, c.vocab_size, dtype),
-        _HEAD: _padded(lent.head, c.vocab_size, dtype),
+        TABLES[0]: _padded(lent.embedding, c.vocab_size, dtype),
+        TABLES[1]: _padded(lent.head, c.vocab_size, dtype),
     }
     export.write(folder, fields, tensors, card)
 

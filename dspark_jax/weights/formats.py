@@ -101,7 +101,7 @@ def read(
             case "deepspec":
                 drafter, lent = deepspec.read(folder, dtype)
                 tables = () if lent is None else (lent.embedding, lent.head)
-                return drafter, dict(zip(speculators.TABLES, tables, strict=False))
+                return drafter, dict(zip(deepspec.TABLES, tables, strict=False))
             case "speculators":
                 return speculators.read(folder, dtype)
             case "domino":

@@ -15,8 +15,8 @@ from dspark_jax.nn.drafter import Drafter, Lent, check_pair
 from dspark_jax.nn.target import Target
 from dspark_jax.text import Tokenizer
 from dspark_jax.weights import assets, card, formats, gguf, hub, targets
+from dspark_jax.weights.deepspec import TABLES
 from dspark_jax.weights.formats import Format
-from dspark_jax.weights.speculators import TABLES
 from dspark_jax.weights.tensors import CheckpointError, float_dtype, read_folder, read_json
 
 BUNDLED = Path(__file__).parent.parent / "bundled" / "smollm2"

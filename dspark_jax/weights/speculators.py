@@ -37,7 +37,6 @@ _VERSION = "0.9.0"  # of the library whose fields these are
 _CLASSES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
 _TOKENS = "draft_tokens"  # stands for both tables
 _VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")  # of training, in early files
-TABLES = ("embed_tokens.weight", "lm_head.weight")  # of the target, in early files
 _OWN = {"heads.lm_head": "lm_head.weight", "heads.draft_tokens": _TOKENS}
 
 
@@ -138,7 +137,8 @@ def read(folder: Path, dtype: DTypeLike = jnp.float32) -> tuple[Drafter, dict[st
     """A drafter of one of the three kinds, and the target's tables if it ships them."""
     config, tensors = drafter_config(read_json(folder / "config.json")), read_folder(folder)
     drafted, shape = config.draft_vocab_size, (config.vocab_size, config.geometry.width)
-    known = TABLES[:1] if drafted else TABLES  # of fewer tokens it has a head of its own
+    # Where it drafts fewer tokens, the lm head is its own.
+    known = deepspec.TABLES[:1] if drafted else deepspec.TABLES
     copies = {n: deepspec.take_table(tensors, n, shape) for n in known if n in tensors}
     offsets, held = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if drafted or offsets is not None or held is not None:
